@@ -1,4 +1,4 @@
-"""Whether a layer's batch is where it is cut: once for each kind of layer, by what two slices give.
+"""Whether a layer's batch is where it is cut, and where it is in what the layer returns.
 
 [Note: the check of a batch]
 A layer computes each sample by itself. So two slices that it runs together give what they give apart, if they
@@ -7,7 +7,10 @@ other tokens. The first time that a kind of layer is cut (a class and shapes of 
 arguments with the dimensions along which they are cut), the first two slices therefore run both ways, in
 evaluation mode, without dropout and without a graph. Random states, buffers and attributes are put back. The
 user's hooks inside of the layer are left out, unless the layer does not pass without them. Once a kind has
-passed, nothing is computed again.
+passed, nothing is computed again, unless it returns other tensors than then.
+
+A tensor that is as long for both slices together as for each of them has no batch: then it must be the same
+for all. Any other one must be as long as both, and their results one after the other.
 
 Kernels for batches of other lengths round otherwise. Differences are therefore taken relative to what the
 layer adds to its hidden states, or to the output itself where it has another shape. By that measure the right
@@ -18,8 +21,8 @@ what the rest of its layer adds (a five hundredth in fp32) is not noticed. Means
 so that a few tokens that go to another expert, because scores were rounded otherwise, do not count.
 
 A layer that looks across its batch (experts with a capacity), or that adds noise in evaluation, is refused
-as well. A dimension that ``batch_dims`` names for the hidden states, by the argument or by the
-list of layers, is taken as it is, without a check.
+as well, in training; in inference it then runs the whole batch. A dimension that ``batch_dims`` names for the
+hidden states is taken as it is, and values are not compared.
 """
 
 from __future__ import annotations
@@ -36,15 +39,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from streamer.engine.layer.arguments import Outputs
-from streamer.engine.layer.micro_batches import ROUNDING, BatchSlices, Joined
+from streamer.engine.layer.micro_batches import AmbiguousBatchError, BatchSlices, Joined, Part, Parts
 from streamer.engine.layer.surroundings import autocast_settings
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.nested import Tensors, constants, flatten
 from streamer.engine.tensors.parts import plain_parts
 
-#: The relative difference that rounding may make in fp32, where TF32 may be on; `ROUNDING` is that of shorter
-#: dtypes.
-ROUNDING_FP32 = ROUNDING / 10
+#: The relative difference that rounding may make in 16 bits, and in fp32, where TF32 may be on.
+ROUNDING, ROUNDING_FP32 = 0.02, 0.002
 
 
 class Runs(Protocol):
@@ -57,6 +59,46 @@ class Runs(Protocol):
         """What the layer returns for ``inputs`` on the slot ``weights``; nothing else is left of that run."""
 
 
+class WrongBatchError(AmbiguousBatchError):
+    """Slices of a batch do not give together what they give apart."""
+
+
+def check_once(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensors) -> None:
+    """The first time that a kind of layer is cut: raise WrongBatchError if the first two slices that ``cut``
+    makes of ``inputs`` give other results together than apart, where ``call`` runs on the slot ``weights``.
+    [Note: the check of a batch]"""
+    if cut.is_named or cut.kind in cut.checked.passed or inputs[cut.hidden].is_meta:
+        return
+    compare = partial(_compare, cut, call, weights, inputs)
+    try:
+        pair = _without_hooks(compare, call.unit.modules) or compare()
+    except Exception as error:
+        cut.explain(error, call.unit.name, inputs)
+        raise
+    if pair is None:
+        dim = cut.dim
+        raise WrongBatchError(
+            f"micro_batch_size: layer '{call.unit.name}' computes other values for two slices together than "
+            f"for each alone; {cut.described(inputs)}, or {{'{cut.layers}': {dim}}} if dimension {dim} is "
+            "the batch and the layer looks across it (experts with a capacity) or adds noise in evaluation"
+        )
+    cut.checked.passed[cut.kind] = {pair.dims: pair.parts}
+
+
+def passes(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensors) -> bool:
+    """Whether the layer may run in slices, by `check_once`."""
+    if cut.kind in cut.checked.refused:
+        return False
+    try:
+        check_once(cut, call, weights, inputs)
+    except WrongBatchError:
+        cut.checked.refused.add(cut.kind)
+        return False
+    except Exception:  # if it is the layer that fails, the whole batch shows that, too
+        return False
+    return True
+
+
 def run_in_slices(
     cut: BatchSlices,
     call: Runs,
@@ -66,71 +108,100 @@ def run_in_slices(
 ) -> Joined:
     """What ``call`` returns for ``inputs`` on the slot ``weights``, by ``runs``, one for each slice of them
     that ``cut`` makes."""
-    joined = Joined(call.unit.name, cut, inputs, partial(call.run_aside, weights))
-    if cut.unchecked is not None:
-        check_batch(cut, call, weights, inputs)
-    for number, run in enumerate(runs):
-        given = cut.inputs(inputs, number)
-        try:
+    joined: Joined | None = None
+    try:
+        for number, run in enumerate(runs):
+            given = cut.inputs(inputs, number)
             outputs, rebuild = run(given)
-        except Exception as error:
-            cut.explain(error, call.unit.name, inputs)
-            raise
-        joined.add(number, outputs, rebuild, given)
+            if joined is None:
+                joined = Joined(call.unit.name, cut, _parts(cut, call, weights, inputs, outputs))
+            joined.add(number, outputs, rebuild, given)
+    except Exception as error:
+        if inputs[cut.hidden].is_meta and not isinstance(error, torch.OutOfMemoryError):
+            raise AmbiguousBatchError(
+                f"micro_batch_size: layer '{call.unit.name}' cannot run on a part of its batch ({error}); "
+                f"{cut.described(inputs)}"
+            ) from error
+        cut.explain(error, call.unit.name, inputs)
+        raise
+    assert joined is not None, "there is a slice"
     return joined
 
 
-def check_batch(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensors) -> None:
-    """Raise ValueError if the first two slices that ``cut`` makes of ``inputs`` give other results together
-    than apart, where ``call`` runs on the slot ``weights``. [Note: the check of a batch]"""
-    assert cut.unchecked is not None
-    is_right = partial(_is_right, cut, call, weights, inputs)
-    try:
-        passes = _passes_without_hooks(is_right, call.unit.modules) or is_right()
-    except Exception as error:
-        cut.explain(error, call.unit.name, inputs)
-        raise
-    if not passes:
-        dim = cut.dim
-        raise ValueError(
-            f"micro_batch_size: layer '{call.unit.name}' computes other values for two slices together than "
-            f"for each alone; {cut.described(inputs)}, or {{'{cut.layers}': {dim}}} if dimension {dim} is "
-            "the batch and the layer looks across it (experts with a capacity) or adds noise in evaluation"
-        )
-    cut.unchecked.checked.add(cut.unchecked.kind)
+def _parts(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensors, outputs: Tensors) -> Parts:
+    """Where the batch is in ``outputs``, which the layer has returned for the first slice."""
+    known = cut.checked.passed.setdefault(cut.kind, {})
+    dims = tuple(output.dim() for output in outputs)
+    if dims not in known:
+        of_slice = list(inputs[cut.hidden].shape)
+        of_slice[cut.dim] = cut.slices[0][1]
+        if all(list(output.shape) == of_slice for output in outputs):
+            known[dims] = [Part(cut.dim)] * len(outputs)
+        elif inputs[cut.hidden].is_meta:
+            known[dims] = _by_length(cut, outputs)
+        else:
+            known[dims] = _Pair(cut, call, weights, inputs).parts
+    return known[dims]
 
 
-def _passes_without_hooks(is_right: Callable[[], bool], modules: Sequence[nn.Module]) -> bool:
-    """Whether ``is_right`` holds without the user's hooks on ``modules``; False where there are none."""
+def _by_length(cut: BatchSlices, outputs: Tensors) -> list[Part | None]:
+    """Where the batch is in ``outputs`` of the first slice, by their lengths alone: in a plan there are no
+    values."""
+    dim, (_, length) = cut.dim, cut.slices[0]
+    whole = [output.shape[dim] if output.dim() > dim else 1 for output in outputs]
+    return [Part(dim, each // length) if each and not each % length else None for each in whole]
+
+
+def _without_hooks(compare: Callable[[], _Pair | None], modules: Sequence[nn.Module]) -> _Pair | None:
+    """What ``compare`` finds without the user's hooks on ``modules``; None where there are none."""
     hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
     if all(_is_of_torch(hook) for of_one in hooks for hook in of_one.values()):
-        return False
+        return None
     try:
         with _without_users(hooks):
-            return is_right()
+            return compare()
     except Exception:
         # the layer may need a hook that computes a weight, say: it is to run with all of them next
-        return False
+        return None
 
 
-def _is_right(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensors) -> bool:
-    """Whether both ways give the same, up to rounding."""
+class _Pair:
+    """The first two slices of a batch, which a layer runs together and apart."""
+
+    def __init__(self, cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensors) -> None:
+        self.cut = cut._replace(slices=cut.slices[:2])
+        lengths = [length for _, length in self.cut.slices]
+        self.both = cut._replace(slices=[(0, sum(lengths))]).inputs(inputs, 0)
+        self.given = [self.cut.inputs(self.both, number) for number in range(2)]
+        self.together = call.run_aside(weights, self.both)
+        self.apart = [call.run_aside(weights, each) for each in self.given]
+        # tensors that only some have returned `Joined` finds
+        of_each = zip(self.together[0], *(outputs for outputs, _ in self.apart), strict=False)
+        self.parts = [_part(cut.dim, lengths, tensors) for tensors in of_each]
+        self.dims = tuple(output.dim() for output in self.together[0])
+
+
+def _compare(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensors) -> _Pair | None:
+    """Two slices that give the same together and apart, up to rounding; None if they do not."""
     unit = call.unit
-    run = partial(call.run_aside, weights)
-    pair = cut._replace(slices=cut.slices[:2])
-    both = cut._replace(slices=[(0, sum(length for _, length in pair.slices))]).inputs(inputs, 0)
-    is_cast = any(enabled for _, enabled, _ in autocast_settings(weights.device))
-    is_short = is_cast or any(map(_is_short, (*unit.params, *both)))
     with _in_evaluation(unit.modules), _WithoutDropout():
-        together = _result(run(both), both)
-        joined = Joined(unit.name, pair, both, run)
-        for number in range(2):
-            given = pair.inputs(both, number)
-            outputs, rebuild = run(given)
-            joined.add(number, outputs, rebuild, given)
-        apart = joined.rebuild([*joined.tensors, *both])
-    tolerance = ROUNDING if is_short else ROUNDING_FP32
-    return _are_alike(apart, together, both[cut.hidden], tolerance)
+        pair = _Pair(cut, call, weights, inputs)
+    joined = Joined(unit.name, pair.cut, pair.parts)
+    for number, (outputs, rebuild) in enumerate(pair.apart):
+        joined.add(number, outputs, rebuild, pair.given[number])
+    is_cast = any(enabled for _, enabled, _ in autocast_settings(weights.device))
+    tolerance = ROUNDING if is_cast or any(map(_is_short, (*unit.params, *pair.both))) else ROUNDING_FP32
+    apart, together = joined.rebuild([*joined.tensors, *pair.both]), _result(pair.together, pair.both)
+    return pair if _are_alike(apart, together, pair.both[cut.hidden], tolerance) else None
+
+
+def _part(dim: int, lengths: Sequence[int], tensors: Sequence[torch.Tensor]) -> Part | None:
+    """Where the batch is in a tensor that the layer has returned for two slices of these ``lengths`` together
+    and, after that, for each."""
+    sizes = [tensor.shape[dim] if tensor.dim() > dim else 0 for tensor in tensors]
+    per_sample, rest = divmod(sizes[0], sum(lengths))
+    is_of_each = sizes[1:] == [per_sample * length for length in lengths]
+    return Part(dim, per_sample) if per_sample and not rest and is_of_each else None
 
 
 def _result(returned: Outputs, inputs: Tensors) -> Any:

@@ -43,7 +43,7 @@ from streamer.engine.layer.arguments import (
     require_grad,
     without_caches,
 )
-from streamer.engine.layer.batch_check import run_in_slices
+from streamer.engine.layer.batch_check import check_once, passes, run_in_slices
 from streamer.engine.layer.collector import Collector, graph_is_retained, is_added_to
 from streamer.engine.layer.compiled import refuse_compiler_error
 from streamer.engine.layer.micro_batches import (
@@ -343,6 +343,7 @@ class LayerCall:
             return self.runs[0].first_run(weights, inputs)
         self._shapes = [tensor.shape for tensor in inputs]
         runs = [partial(run.first_run, weights) for run in self.runs]
+        check_once(self._cut, self.call, weights, inputs)
         joined = run_in_slices(self._cut, self.call, weights, inputs, runs)
         # not more of it: what has left the layer holds this object
         self._parts = joined.parts
@@ -538,22 +539,25 @@ class StreamedLayer:
     ) -> Any:
         unit = self._unit
         inputs, rebuild = flatten((args, kwargs, tuple(each.param for each in unit.shared)))
-        cut = None
-        if not any(map(is_cache, (*args, *kwargs.values()))):
-            # generation comes by sequences as long as the batch: all of them at a time is never wrong
-            with suppress(AmbiguousBatchError):
+        # generation comes by sequences as long as the batch: all of them at a time is never wrong
+        cut, call = None, Call(unit, forward, rebuild)
+        with suppress(AmbiguousBatchError):
+            if not any(map(is_cache, (*args, *kwargs.values()))):
                 cut = self._micro_batches.cut(args, kwargs, inputs)
-        if cut is None:
-            outputs, rebuild_result = flatten(forward(*args, **kwargs))
-            # a tensor that it was given it may return
-            own = {id(tensor) for tensor in inputs}
-            made = iter(apart([out for out in outputs if id(out) not in own], (weights,)))
-            return rebuild_result([out if id(out) in own else next(made) for out in outputs])
-        call = Call(unit, forward, rebuild)
+        if cut is not None and passes(cut, call, weights, inputs):
+            return self._infer_in_slices(weights, cut, call, (*args, *kwargs.values()), inputs)
+        outputs, rebuild_result = flatten(forward(*args, **kwargs))
+        # a tensor that it was given it may return
+        own = {id(tensor) for tensor in inputs}
+        made = iter(apart([out for out in outputs if id(out) not in own], (weights,)))
+        return rebuild_result([out if id(out) in own else next(made) for out in outputs])
 
-        def run(given: Tensors) -> Outputs:
-            outputs, rebuild = call.run(given)
-            return apart(outputs, (weights, *given)), rebuild
+    def _infer_in_slices(
+        self, weights: torch.Tensor, cut: BatchSlices, call: Call, given: Sequence[Any], inputs: Tensors
+    ) -> Any:
+        def run(part: Tensors) -> Outputs:
+            outputs, rebuild = call.run(part)
+            return apart(outputs, (weights, *part)), rebuild
 
         joined = run_in_slices(cut, call, weights, inputs, [run] * len(cut.slices))
-        return hand_over((*args, *kwargs.values()), joined.rebuild([*joined.tensors, *inputs]))
+        return hand_over(given, joined.rebuild([*joined.tensors, *inputs]))

@@ -2,25 +2,21 @@
 
 [Note: micro-batches]
 A layer that is given a large batch runs it in slices while its weights are in the slot, so that they cross
-the bus twice a step whatever the batch, and what it computes takes the memory of one slice. An argument is
-cut if its first dimension is the batch, which is that of the hidden states: the first tensor of floating
-point among the arguments. Where that may be chance (the batch is as long as the sequence, there are as many
-heads, or as many layers as there are numbers, or the argument is a parameter) the caller is asked, since a
-wrong cut may broadcast without a word. A length that stands in the layer's code, and nowhere in its modules,
-is not known. Nothing is cut beside a nested tensor (of sequences that differ in length;
-`nn.TransformerEncoder` makes one of a padded batch in evaluation).
+the bus twice a step whatever the batch, and what it computes takes the memory of one slice. The batch is the
+first dimension of the hidden states, which are the first tensor of floating point among the arguments. An
+argument of the same shape, or whose first dimension is as long, is cut too; every other one goes to each
+slice whole. Nothing is cut beside a nested tensor (of sequences that differ in length; evaluation of
+`nn.TransformerEncoder` makes one of a padded batch).
 
-The first dimension of the hidden states need not be the batch: layers compute on ``[time, batch, width]``, on
-one sequence ``[time, width]``, or on the tokens of all sequences one after another. `batch_check` finds out,
-once for each kind of layer. The caller may say it, too: ``batch_dims`` takes the paths of lists of layers, or
-globs of them, as well as names of arguments.
+A length may be that of the batch by chance, and the first dimension of the hidden states need not be the
+batch: layers compute on ``[time, batch, width]``, on one sequence ``[time, width]``, or on the tokens of all
+sequences one after another. `batch_check` finds out, once for each kind of layer: two slices must give
+together what they give apart. The user may say it, too: ``batch_dims`` takes names of arguments, and paths of
+lists of layers or globs of them. A dimension that it names for the hidden states is taken as it is; the other
+arguments that are as long must be named then.
 
-What the layer returns is put together along the same dimension. The first tensor that it returns has an entry
-per sample if its shape is that of the hidden states. Another one that is as long as the slice may be so by
-chance (there are as many experts). The first time that a layer returns such a tensor, it runs once more, on a
-slice that is twice as long, or on the whole batch (`Call.run_aside`): what has an entry per sample is then
-longer too. So it is found that a tensor has several entries per sample (router logits have one per token),
-where those of the first samples then come first, with the same values.
+What the layer returns is put together along the batch, or is the same for all slices; the check sees which. A
+tensor may have several entries per sample (router logits have one per token).
 
 Random numbers are drawn slice after slice, in each layer. A layer that looks across its batch (batch
 normalisation, experts with a capacity, a state that it keeps) sees one slice after another, as with gradient
@@ -30,15 +26,15 @@ accumulation: running statistics take in each slice, and count it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from streamer.engine.paging.unit import Unit
-from streamer.engine.tensors.nested import Rebuild, Tensors, constants, flatten, reachable, walk
+from streamer.engine.tensors.nested import Rebuild, Tensors, constants, flatten
 from streamer.torch_private import is_sparse
 
 
@@ -56,19 +52,14 @@ class Part(NamedTuple):
 #: For each of some tensors where its batch is; None where it has none, and every slice is given all of it.
 Parts = Sequence[Part | None]
 
-#: For the numbers of dimensions of what a layer returns, and whether each tensor is longer than the slice:
-#: which of them have entries per sample.
-KnownOutputs = dict[tuple[tuple[int, bool], ...], list[bool]]
-#: How much of their mean magnitude numbers of two runs on slices of other lengths may differ.
-ROUNDING = 0.02
 
+@dataclass
+class Checked:
+    """What is known of the kinds of layers and arguments of one model: for each that has passed the check, by
+    the numbers of dimensions of what it returns, where the batch is in that; those that have not passed."""
 
-class Unchecked(NamedTuple):
-    """A ``kind`` of layer and arguments whose cut was not checked yet. It joins ``checked`` once it has
-    passed."""
-
-    kind: Hashable
-    checked: set[Hashable]
+    passed: dict[Hashable, dict[tuple[int, ...], Parts]] = field(default_factory=dict)
+    refused: set[Hashable] = field(default_factory=set)
 
 
 class BatchSlices(NamedTuple):
@@ -80,12 +71,14 @@ class BatchSlices(NamedTuple):
     dim: int
     #: the number of the hidden states among those tensors
     hidden: int
-    known: KnownOutputs
-    #: the argument that the hidden states are, and the path of the list that has the layer
-    name: str = ""
-    layers: str = ""
-    #: None where the cut is known to be right, or the user has said so
-    unchecked: Unchecked | None = None
+    #: the names of the arguments that are cut, the hidden states' first
+    names: Sequence[str]
+    #: the path of the list that has the layer
+    layers: str
+    kind: Hashable
+    checked: Checked
+    #: whether the user has said what the batch of the hidden states is
+    is_named: bool = False
 
     def inputs(self, inputs: Tensors, number: int) -> list[torch.Tensor]:
         """The tensors that slice ``number`` is given, detached from the user's graph."""
@@ -104,10 +97,11 @@ class BatchSlices(NamedTuple):
         shape, (_, length) = tuple(inputs[self.hidden].shape), self.slices[0]
         other = 0 if self.dim else 1
         instead = f"{{'{self.layers}': {other}}} if dimension {other} is the batch, "
+        others = "".join(f"{{'{name}': None}} if '{name}' has no batch, " for name in self.names[1:])
         return (
-            f"'{self.name}' of shape {shape} was cut along dimension {self.dim}, in slices of {length}: wrap "
-            f"with batch_dims={instead if len(shape) > 2 else ''}{{'{self.layers}': None}} to leave these "
-            "layers uncut"
+            f"'{self.names[0]}' of shape {shape} was cut along dimension {self.dim}, in slices of {length}: "
+            f"wrap with batch_dims={others}{instead if len(shape) > 2 else ''}{{'{self.layers}': None}} to "
+            "leave these layers uncut"
         )
 
     def explain(self, error: Exception, layer: str, inputs: Tensors) -> None:
@@ -132,25 +126,16 @@ class BatchSlices(NamedTuple):
 
 
 class Joined:
-    """What a layer returns for a whole batch, put together from what it returns for slices of it. ``aside``
-    tells what it returns for any slice, as `Call.run_aside` does."""
+    """What a layer returns for a whole batch, put together from what it returns for slices of it."""
 
-    def __init__(
-        self,
-        layer: str,
-        cut: BatchSlices,
-        inputs: Tensors,
-        aside: Callable[[Tensors], tuple[Tensors, Rebuild]],
-    ) -> None:
+    def __init__(self, layer: str, cut: BatchSlices, parts: Parts) -> None:
+        """``parts`` says where the batch is in each tensor; None for one that all slices have alike."""
         self.tensors: list[torch.Tensor] = []
         #: builds the layer's result around them and, after them, the inputs
         self.rebuild: Rebuild
-        #: where the batch is in each of them; None where all slices have the same
-        self.parts: list[Part | None] = []
+        self.parts = parts
         self._layer = layer
         self._cut = cut
-        self._inputs = inputs
-        self._aside = aside
         self._constants: list[object] = []
 
     def add(self, number: int, outputs: Tensors, rebuild: Rebuild, given: Tensors) -> None:
@@ -164,67 +149,17 @@ class Joined:
         found = constants(rebuild([*outputs, *given]))
         if number == 0:
             self._constants, self.rebuild = found, rebuild
-            for index, output in enumerate(outputs):
-                self._begin(index, output, outputs)
-        if found != self._constants or len(outputs) != len(self.tensors):
+        if found != self._constants or len(outputs) != len(self.parts):
             raise self._cannot_join("returns other numbers, or more tensors, for one than for another")
-        for index, output in enumerate(outputs):
+        for index, (output, part) in enumerate(zip(outputs, self.parts, strict=True)):
+            if number == 0:
+                self.tensors.append(output if part is None else self._room_for(output, part))
             self._take(index, number, output)
 
-    def _begin(self, index: int, output: torch.Tensor, outputs: Tensors) -> None:
-        """Make room for the whole of ``output``, number ``index`` of what the first slice has returned."""
-        dim, per_sample = self._cut.dim, self._per_sample(index, outputs)
+    def _room_for(self, output: torch.Tensor, part: Part) -> torch.Tensor:
         shape = list(output.shape)
-        if per_sample:
-            shape[dim] = self._total * per_sample
-        self.tensors.append(output.new_empty(shape) if per_sample else output)
-        self.parts.append(Part(dim, per_sample) if per_sample else None)
-
-    def _per_sample(self, index: int, outputs: Tensors) -> int:
-        """How many entries number ``index`` of ``outputs``, those of the first slice, has for each of its
-        samples; 0 for none. [Note: micro-batches]"""
-        dim, (_, length) = self._cut.dim, self._cut.slices[0]
-        shapes = [tuple(output.shape) for output in outputs]
-        per_sample, rest = divmod(shapes[index][dim], length) if shapes[index][dim:] else (0, 0)
-        if not per_sample or rest:
-            return 0
-        of_slice = list(self._inputs[self._cut.hidden].shape)
-        of_slice[dim] = length
-        if index == 0 and list(shapes[index]) == of_slice:
-            return 1
-        key = tuple((len(shape), bool(shape[dim:]) and shape[dim] > length) for shape in shapes)
-        if key not in self._cut.known:
-            self._cut.known[key] = self._look_at_more(outputs)
-        return per_sample if self._cut.known[key][index] else 0
-
-    def _look_at_more(self, outputs: Tensors) -> list[bool]:
-        """For each of ``outputs``, which the layer has returned for the first slice, whether it has entries
-        per sample, by what the layer returns for a longer slice."""
-        dim, (_, length) = self._cut.dim, self._cut.slices[0]
-        # a layer that pairs samples takes those lengths too
-        longer = min(2 * length, self._total)
-        more, _ = self._aside(self._cut._replace(slices=[(0, longer)]).inputs(self._inputs, 0))
-        if [output.dim() for output in more] != [output.dim() for output in outputs]:
-            raise self._cannot_join("returns other tensors for one length than for another")
-        return [
-            output.dim() > dim
-            and output.shape[dim] * longer == other.shape[dim] * length
-            and (output.shape[dim] == length or self._comes_first(output, other))
-            for output, other in zip(outputs, more, strict=True)
-        ]
-
-    def _comes_first(self, output: torch.Tensor, other: torch.Tensor) -> bool:
-        """Whether ``other``, returned for more samples, begins with ``output``."""
-        mine = output.detach()
-        if mine.is_meta:
-            return True
-        other = other.narrow(self._cut.dim, 0, mine.shape[self._cut.dim])
-        if mine.shape != other.shape or mine.dtype != other.dtype:
-            return False
-        if not mine.is_floating_point():
-            return torch.equal(mine, other)
-        difference = (mine.double() - other.double()).abs().mean()
-        return bool(difference <= ROUNDING * mine.double().abs().mean())
+        shape[part.dim] = sum(length for _, length in self._cut.slices) * part.per_sample
+        return output.new_empty(shape)
 
     def _take(self, index: int, number: int, output: torch.Tensor) -> None:
         """Slice ``number`` has ``output`` as number ``index`` of what it returns."""
@@ -241,10 +176,6 @@ class Joined:
             )
         if part is not None:
             into.copy_(output)
-
-    @property
-    def _total(self) -> int:
-        return sum(length for _, length in self._cut.slices)
 
     def _cannot_join(self, what: str) -> ValueError:
         return ValueError(
@@ -284,16 +215,11 @@ class AmbiguousBatchError(ValueError):
 class MicroBatches:
     """Cuts the batches of one layer into slices of ``size``; whole where that is None. ``batch_dims`` gives
     the batch dimension of arguments by name, None for those that have none, and by the path or glob of a list
-    of layers that of its hidden states, None for a list that is not cut. The model has ``num_layers`` of
-    them; ``checked`` is shared by all. [Note: micro-batches]"""
+    of layers that of its hidden states, None for a list that is not cut. ``checked`` is shared by all layers
+    of a model. [Note: micro-batches]"""
 
     def __init__(
-        self,
-        unit: Unit,
-        size: int | None,
-        batch_dims: Mapping[str, int | None],
-        num_layers: int,
-        checked: set[Hashable],
+        self, unit: Unit, size: int | None, batch_dims: Mapping[str, int | None], checked: Checked
     ) -> None:
         self._layer = unit.name
         self._list = _list_of(unit)
@@ -303,15 +229,9 @@ class MicroBatches:
         self._size = size if path is None or self._dim is not None else None
         self._batch_dims = batch_dims
         self._signature = inspect.signature(unit.module.forward) if size is not None else None
-        self._counts = _counts(unit.module)
-        self._kind = (
-            self._list,
-            type(unit.module),
-            tuple(slice.param.shape for slice in unit.layout.slices),
-        )
+        shapes = tuple(slice.param.shape for slice in unit.layout.slices)
+        self._kind = (self._list, type(unit.module), shapes)
         self._checked = checked
-        self._num_layers = num_layers
-        self._known: KnownOutputs = {}
         #: names in ``batch_dims`` that only ``**kwargs`` can stand for
         self._among_the_rest: set[str] = set()
 
@@ -325,8 +245,7 @@ class MicroBatches:
             return None
         if any(tensor.is_nested for tensor in inputs):
             return None  # PyTorch cannot take a part of it
-        given = self._given(self._signature, args, kwargs)
-        names = self._names(given)
+        names = self._names(self._given(self._signature, args, kwargs))
         hidden = self._hidden(names, inputs)
         if hidden is None:
             return None
@@ -337,31 +256,27 @@ class MicroBatches:
             return None
         dim %= hidden.dim()
         self._check_names(kwargs)
-        self._check_seen(args, kwargs, inputs, batch)
-        self._check_lists(given, batch)
-        named = [(tensor, names[id(tensor)]) for tensor in inputs if id(tensor) in names]
-        unnamed = [tensor for tensor, name in named if name not in self._batch_dims]
+        is_named = name in self._batch_dims or self._dim is not None
+        # a tensor without a name is a parameter that the layer shares with others
         parts = [
-            Part(dim)
-            if tensor is hidden
-            # a parameter that the layer shares with others
-            else None
-            if id(tensor) not in names
-            else self._part(tensor, names[id(tensor)], hidden, dim, unnamed)
+            self._part(tensor, names[id(tensor)], hidden, dim, is_named) if id(tensor) in names else None
             for tensor in inputs
         ]
+        cut_names = [name]
         for tensor, part in zip(inputs, parts, strict=True):
             if part is not None and is_sparse(tensor):
-                raise self._is_sparse(names.get(id(tensor), "?"))
+                raise self._is_sparse(names[id(tensor)])
+            if part is not None and tensor is not hidden:
+                cut_names.append(names[id(tensor)])
         starts = range(0, batch, self._size)
         slices = [(start, min(self._size, batch - start)) for start in starts]
         number = next(number for number, tensor in enumerate(inputs) if tensor is hidden)
-        cut = BatchSlices(slices, parts, dim, number, self._known, name, self._list)
-        if hidden.is_meta or name in self._batch_dims or self._dim is not None:
-            return cut  # it has no values, or the user has said what the batch is
         places = [(names.get(id(x), "?"), x.dim(), p) for x, p in zip(inputs, parts, strict=True)]
         kind = (*self._kind, *places)
-        return cut if kind in self._checked else cut._replace(unchecked=Unchecked(kind, self._checked))
+        names_cut = [*dict.fromkeys(cut_names)]
+        return BatchSlices(
+            slices, parts, dim, number, names_cut, self._list, kind, self._checked, is_named=is_named
+        )
 
     @property
     def arguments(self) -> list[str]:
@@ -423,9 +338,12 @@ class MicroBatches:
         return None
 
     def _part(
-        self, tensor: torch.Tensor, name: str, hidden: torch.Tensor, hidden_dim: int, unnamed: Tensors
+        self, tensor: torch.Tensor, name: str, hidden: torch.Tensor, hidden_dim: int, is_named: bool
     ) -> Part | None:
+        """Where the batch is in an argument."""
         batch = hidden.shape[hidden_dim]
+        if tensor is hidden:
+            return Part(hidden_dim)
         if name in self._batch_dims:
             dim = self._batch_dims[name]
             if dim is None or (length := self._length(tensor, dim, f"'{name}'")) == 1:
@@ -438,45 +356,15 @@ class MicroBatches:
             return Part(dim, length // batch)
         if tensor.shape == hidden.shape:
             return Part(hidden_dim)
-        if not tensor.dim() or tensor.shape[0] == 1:
+        if not tensor.dim() or tensor.shape[0] != batch:
             return None
-        if tensor.shape[0] == batch:
-            self._check_first(tensor, name, hidden, hidden_dim, unnamed)
-            return Part(0)
-        if batch in tensor.shape and tensor.dim() >= hidden.dim():
-            raise self._ambiguous(
-                name,
-                f"whether the batch of {batch} is in '{name}' {tuple(tensor.shape)}",
-                tensor.shape.index(batch),
+        if is_named:
+            raise AmbiguousBatchError(
+                f"micro_batch_size: in layer '{self._layer}' it cannot be told whether the first dimension "
+                f"of '{name}' {tuple(tensor.shape)} is the batch, since batch_dims names that of the hidden "
+                f"states and nothing is checked: add '{name}': 0 to it if it is, '{name}': None if not"
             )
-        return None
-
-    def _check_first(
-        self, tensor: torch.Tensor, name: str, hidden: torch.Tensor, hidden_dim: int, unnamed: Tensors
-    ) -> None:
-        """The first dimension of ``tensor`` is as long as the batch: can it be anything else?"""
-        batch = hidden.shape[hidden_dim]
-        is_chance = isinstance(tensor, nn.Parameter) or (tensor.dim() == 1 and batch == self._num_layers)
-        is_chance |= batch in (*hidden.shape[:hidden_dim], *hidden.shape[hidden_dim + 1 :])
-        # scores have a dimension more than hidden states, and what has no batch is no longer than what it is
-        # added to
-        if tensor.dim() <= hidden.dim():
-            others = [other.shape[1:] for other in unnamed if other.shape != hidden.shape]
-            is_chance |= batch in self._counts or any(batch in lengths for lengths in others)
-        if is_chance:
-            raise self._ambiguous(
-                name,
-                f"whether the first dimension of '{name}' {tuple(tensor.shape)}, as long as another one or "
-                "as a number that the layer knows (of heads, or of layers), or that of a parameter, is the "
-                "batch",
-                0,
-            )
-
-    def _ambiguous(self, name: str, what: str, dim: int) -> AmbiguousBatchError:
-        return AmbiguousBatchError(
-            f"micro_batch_size: in layer '{self._layer}' it cannot be told {what}: wrap with "
-            f"batch_dims={{'{name}': {dim}}} if it is, {{'{name}': None}} if not"
-        )
+        return Part(0)
 
     def _is_sparse(self, name: str) -> AmbiguousBatchError:
         return AmbiguousBatchError(
@@ -493,50 +381,14 @@ class MicroBatches:
             )
         return tensor.shape[dim]
 
-    def _check_seen(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Tensors, batch: int) -> None:
-        """Refuse tensors that `flatten` does not find and that may have to be cut."""
-        known = {id(tensor) for tensor in inputs}
-        for tensor in reachable((args, kwargs)):
-            if id(tensor) not in known and batch in tensor.shape:
-                raise ValueError(
-                    f"layer '{self._layer}' is given a tensor of shape {tuple(tensor.shape)} inside an "
-                    "object of its own class, where it cannot be cut into micro-batches: give it in "
-                    "a tuple, a list, a dict or a dataclass, or wrap without micro_batch_size"
-                )
-
-    def _check_lists(self, given: Sequence[tuple[str, object]], batch: int) -> None:
-        """Refuse lists that may have an entry for each sample, which is not cut."""
-        for name, value in given:
-            if type(value) is list and len(value) == batch and name not in self._batch_dims:
-                raise AmbiguousBatchError(
-                    f"micro_batch_size: layer '{self._layer}' is given a list '{name}' as long as the batch "
-                    f"of {batch}, which is not cut: give a tensor if it has an entry per sample, and wrap "
-                    f"with batch_dims={{'{name}': None}} if not"
-                )
-
-
-def _counts(layer: nn.Module) -> set[int]:
-    """Numbers that the modules of ``layer`` know, also in tuples and as lengths of tensors, and that may
-    be a length of an argument (of heads, say)."""
-    counts: set[int] = set()
-    for module in layer.modules():
-        # not its own place among the layers
-        own = [value for name, value in vars(module).items() if "layer" not in name and "idx" not in name]
-        config = getattr(getattr(module, "config", None), "__dict__", {})
-        own += [value for name, value in config.items() if "head" in name]
-        tensors = [*module._parameters.values(), *module._buffers.values()]
-        lengths = [tensor.shape for tensor in tensors if tensor is not None]
-        counts.update(value for value in walk([*own, *lengths]) if type(value) is int)
-    return counts
-
 
 def micro_batches(
     units: Sequence[Unit], size: int | None, batch_dims: Mapping[str, int | None]
 ) -> list[MicroBatches]:
     """What cuts the batches of each of ``units``. Raises ValueError for a name in ``batch_dims`` that is that
     of no argument of their forwards and of no list that has them."""
-    checked: set[Hashable] = set()
-    cutters = [MicroBatches(unit, size, batch_dims, len(units), checked) for unit in units]
+    checked = Checked()
+    cutters = [MicroBatches(unit, size, batch_dims, checked) for unit in units]
     for name in batch_dims:
         if any(_is_in(unit.name, name) for unit in units):
             continue

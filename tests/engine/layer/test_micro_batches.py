@@ -219,16 +219,12 @@ def square(model: nn.Module, step: int) -> torch.Tensor:
     return model(states(step, TIME, TIME, WIDTH)).square().mean()
 
 
-@pytest.mark.parametrize(
-    ("mask", "dim"), [(noise(TIME, TIME), None), (noise(TIME, 1, TIME, TIME), 0)], ids=["without", "with"]
-)
-def test_a_batch_as_long_as_its_sequences_is_settled_by_batch_dims(
-    mask: torch.Tensor, dim: int | None
-) -> None:
-    model = Caller(Attention, mask)
-    assert_close_to_plain(model, square, micro_batch_size=1, batch_dims={"mask": dim})
-    match = r"'mask' .* is the batch: wrap with batch_dims=\{'mask': 0\}"
-    assert_refused(model, partial(square, step=0), match, layers="layers", micro_batch_size=1)
+def test_a_mask_as_long_as_the_batch_is_cut_only_if_it_has_a_batch() -> None:
+    assert_close_to_plain(Caller(Attention, noise(TIME, 1, TIME, TIME)), square, micro_batch_size=1)
+    model = Caller(Attention, noise(TIME, TIME))
+    assert_close_to_plain(model, square, micro_batch_size=1, batch_dims={"mask": None})
+    match = r"batch_dims=\{'mask': None\} if 'mask' has no batch"
+    assert_refused(model, partial(square, step=0), match, RuntimeError, layers="layers", micro_batch_size=1)
     with torch.no_grad():  # the whole batch at a time
         assert_as_plain(model, partial(square, step=0), layers="layers", micro_batch_size=1)
 
@@ -269,57 +265,41 @@ def test_what_has_the_shape_of_the_hidden_states_has_the_batch_where_they_do(
     assert_close_to_plain(Caller(Residual), of, micro_batch_size=2, batch_dims={"x": 1})
 
 
-@pytest.mark.parametrize(
-    ("argument", "match"),
-    [
-        (
-            {"bias": noise(6, TIME, TIME)},
-            r"dimension of 'bias' \(6, 5, 5\), .* is the batch: wrap with",
-        ),
-        (
-            {"scales": [1.0] * 6},
-            r"a list 'scales' as long as the batch of 6, which is not cut: give",
-        ),
-        ({"rotary": noise(3, 6, TIME, 4)}, r"the batch of 6 is in .* batch_dims=\{'rotary': 1\} if it is"),
-    ],
-    ids=["as many heads as samples", "a list", "not the first dimension"],
-)
-def test_what_may_or_may_not_be_the_batch_is_asked(argument: dict[str, Any], match: str) -> None:
-    class Takes(Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.num_heads = 6
+class Takes(Layer):
+    """Adds what it is given: by head, by sample, or by layer."""
 
-        def forward(self, x: torch.Tensor, bias: Any = 0, scales: Any = (), rotary: Any = 0) -> torch.Tensor:
-            return super().forward(x)
-
-    model = Caller(Takes, **argument)
-    assert_refused(model, partial(of_caller, step=0), match, layers="layers", micro_batch_size=1)
-    assert_close_to_plain(model, micro_batch_size=1, batch_dims=dict.fromkeys(argument))
-
-
-class Knows(Layer):
     def __init__(self) -> None:
         super().__init__()
-        self.split = (7, 2)
-        self.register_buffer("slopes", torch.ones(8))
+        self.scale = nn.Parameter(torch.ones(6))
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + bias.sum()
+    def forward(self, x: torch.Tensor, bias: Any = None, scales: Any = None) -> torch.Tensor:
+        hidden = super().forward(x)
+        if scales is not None:
+            hidden = hidden * torch.tensor(scales[: len(x)]).view(-1, 1, 1)
+        return hidden if bias is None else hidden + (bias * self.scale.view(-1, 1, 1)).sum(0)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
-    "bias",
-    [noise(7, TIME, TIME), noise(8, TIME, TIME), noise(3), nn.Parameter(noise(9))],
-    ids=["a number in a tuple", "the length of a buffer", "layers", "a parameter"],
+    "argument",
+    [{"bias": noise(6, TIME, WIDTH)}, {"scales": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]}],
+    ids=["as many heads as samples", "a list with an entry per sample"],
 )
-def test_an_argument_as_long_as_something_that_is_known_is_asked_for(bias: torch.Tensor) -> None:
-    def of(model: nn.Module, step: int) -> torch.Tensor:
-        return model(states(step, len(bias), TIME, WIDTH)).square().mean()
+def test_a_wrong_cut_of_another_argument_is_refused(argument: dict[str, Any], size: int) -> None:
+    model = Caller(Takes, **argument)
+    match = "computes other values for two slices|was run on a part of its batch"
+    refused = partial(assert_refused, model, partial(of_caller, step=0), match, Exception)
+    refused(layers="layers", micro_batch_size=size)
+    if "bias" in argument:
+        assert_close_to_plain(model, micro_batch_size=size, batch_dims={"bias": None})
 
-    model, match = Caller(Knows, bias), r"'bias' .* is the batch: wrap with batch_dims=\{'bias': 0\}"
-    assert_refused(model, partial(of, step=0), match, layers="layers", micro_batch_size=1)
-    assert_close_to_plain(model, of, micro_batch_size=1, batch_dims={"bias": None})
+
+def test_arguments_beside_named_hidden_states_are_named_too() -> None:
+    model = Caller(Attention, noise(6, 1, TIME, TIME))
+    match = r"'mask' \(6, 1, 5, 5\) is the batch, .*add 'mask': 0 to it if it is"
+    options = {"layers": "layers", "micro_batch_size": 1, "batch_dims": {"x": 0}}
+    assert_refused(model, partial(of_caller, step=0), match, **options)
+    assert_close_to_plain(model, micro_batch_size=1, batch_dims={"x": 0, "mask": 0})
 
 
 # --- what is returned -----------------------------------------------------------------------------------
@@ -425,7 +405,6 @@ def test_a_slice_that_tells_how_to_put_together_leaves_nothing(
     assert_parity(actual, expected)
 
 
-@pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize(
     ("size", "what"),
     [
@@ -443,14 +422,15 @@ def test_a_slice_that_tells_how_to_put_together_leaves_nothing(
         *("first tokens first", "first tokens of one sample first", "several per sample, at random"),
     ],
 )
-def test_what_is_as_long_as_a_slice_by_chance_is_refused(
-    what: Callable[..., Any], size: int, grad: bool
-) -> None:
+def test_what_is_as_long_as_a_slice_by_chance_is_refused(what: Callable[..., Any], size: int) -> None:
+    """In training; inference runs the whole batch."""
     model = Caller(returning(what))
     apart = r"layers\.0' cannot be put together: .*(not one per sample and not the same in each|share memory)"
     match = f"{apart}|adds noise in evaluation"
-    with torch.set_grad_enabled(grad):
-        assert_refused(model, partial(of_caller, step=0), match, layers="layers", micro_batch_size=size)
+    options = {"layers": "layers", "micro_batch_size": size}
+    assert_refused(model, partial(of_caller, step=0), match, **options)
+    with torch.no_grad():
+        assert_as_plain(model, partial(of_caller, step=0), **options)
 
 
 def test_what_is_the_same_in_each_slice_is_whole_though_it_is_as_long() -> None:
@@ -656,26 +636,19 @@ def returns_a_mean(layer: Layer, hidden: torch.Tensor, mask: Any) -> Any:
 
 
 APART = r"layers\.0' cannot be put together: .*without micro_batch_size"
-REFUSED: dict[str, tuple[bool, nn.Module, dict[str, int], str]] = {
-    # with gradients or without, a model, batch_dims, the error
-    "numbers that differ": (True, Caller(returning(returns_numbers)), {}, "returns other numbers, or more"),
-    "a mean over the batch": (True, Caller(returning(returns_a_mean)), {}, APART),
-    "a mean in inference": (False, Caller(returning(returns_a_mean)), {}, APART),
-    "too many dimensions": (True, MASKED, {"mask": 4}, r"'mask' has shape \(5, 5\), .* no dimension 4"),
-    "another length": (True, MASKED, {"mask": 1}, r"5 long \(the shape is \(5, 5\)\), which the batch of 6"),
-    "too many of the states": (True, MASKED, {"x": 3}, r"states has shape \(6, 5, 16\), .* no dimension 3"),
-    "a batch inside an object": (
-        True,
-        Caller(Opens, Holder(noise(6, 1, 1))),
-        {},
-        r"a tensor of shape \(6, 1, 1\) inside an object of its own class",
-    ),
+REFUSED: dict[str, tuple[nn.Module, dict[str, int], str]] = {
+    # a model, batch_dims, the error
+    "numbers that differ": (Caller(returning(returns_numbers)), {}, "returns other numbers, or more"),
+    "a mean over the batch": (Caller(returning(returns_a_mean)), {}, APART),
+    "too many dimensions": (MASKED, {"mask": 4}, r"'mask' has shape \(5, 5\), .* no dimension 4"),
+    "another length": (MASKED, {"mask": 1}, r"5 long \(the shape is \(5, 5\)\), which the batch of 6"),
+    "too many of the states": (MASKED, {"x": 3}, r"states has shape \(6, 5, 16\), .* no dimension 3"),
+    "a batch inside an object": (Caller(Opens, Holder(noise(6, 1, 1))), {}, "on a part of its batch"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_cut_or_put_together_is_refused(name: str) -> None:
-    grad, model, batch_dims, match = REFUSED[name]
+    model, batch_dims, match = REFUSED[name]
     options = {"layers": "layers", "micro_batch_size": 4, "batch_dims": batch_dims or None}
-    with torch.set_grad_enabled(grad):
-        assert_refused(model, partial(of_caller, step=0), match, **options)
+    assert_refused(model, partial(of_caller, step=0), match, Exception, **options)
