@@ -45,10 +45,10 @@ from streamer.app.calibrate.command import calibrate
 from streamer.backends.base import DISKS, Backend
 from streamer.backends.disk import Direction, Disks, Scratch
 from streamer.engine.wrapped.handle import wrapped
-from streamer.memory.purposes import MASTERING, MOMENTS
 from streamer.planner.step_plan import Prediction, predict_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import Machine
+from streamer.store.purposes import MASTERING, MOMENTS
 
 FP32 = torch.float32
 STATE = {purpose.name for purpose in (*MASTERING, *MOMENTS[FP32])}

@@ -21,7 +21,7 @@ import streamer
 from streamer.backends.direct_io import System
 from streamer.backends.disk import Disks, Scratch
 from streamer.engine.wrapped.handle import wrapped
-from streamer.memory import on_disk
+from streamer.store import on_disk
 
 VOCAB, WIDTH = 41, 64
 #: Elements of a chunk: no fewer draw the random bits of the whole. A layer of `Model` has three or four.

@@ -23,7 +23,7 @@ FLOORS = (
     "streamer.config_values",
     "streamer.backends",
     "streamer.simulate",
-    "streamer.memory",
+    "streamer.store",
     "streamer.engine.schedule",
     "streamer.engine.tensors",
     "streamer.engine.disk",
@@ -210,10 +210,10 @@ GROUND = {
     "streamer/__init__.py": "from streamer.wrapping import wrap\n",
     "streamer/wrapping.py": "import torch\nfrom streamer.engine import op as ops\n",
     "streamer/engine/__init__.py": "",
-    "streamer/engine/op.py": "import enum\nfrom streamer.memory.host import HostShard\n",
+    "streamer/engine/op.py": "import enum\nfrom streamer.store.host import HostShard\n",
     "streamer/engine/hazards.py": "from streamer.engine.op import Op\n",
-    "streamer/memory/__init__.py": "",
-    "streamer/memory/host.py": "",
+    "streamer/store/__init__.py": "",
+    "streamer/store/host.py": "",
 }
 
 
@@ -237,13 +237,13 @@ def test_checker_passes_a_sound_tree(tmp_path: Path) -> None:
     ],
 )
 def test_checker_finds_a_climbing_import(tmp_path: Path, text: str) -> None:
-    graph = made_up(tmp_path, GROUND | {"streamer/memory/host.py": text})
-    assert climbing(graph) == ["streamer.memory.host imports streamer.engine.op"]
+    graph = made_up(tmp_path, GROUND | {"streamer/store/host.py": text})
+    assert climbing(graph) == ["streamer.store.host imports streamer.engine.op"]
 
 
 def test_checker_finds_an_import_of_the_roof(tmp_path: Path) -> None:
-    graph = made_up(tmp_path, GROUND | {"streamer/memory/host.py": "import streamer\n"})
-    assert climbing(graph) == ["streamer.memory.host imports streamer"]
+    graph = made_up(tmp_path, GROUND | {"streamer/store/host.py": "import streamer\n"})
+    assert climbing(graph) == ["streamer.store.host imports streamer"]
 
 
 def test_checker_finds_a_circle(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_checker_finds_a_circle(tmp_path: Path) -> None:
 
 
 def test_checker_finds_a_stranger(tmp_path: Path) -> None:
-    graph = made_up(tmp_path, GROUND | {"streamer/memory/host.py": "import scipy.linalg\n"})
+    graph = made_up(tmp_path, GROUND | {"streamer/store/host.py": "import scipy.linalg\n"})
     assert foreign(graph) == {"torch", "scipy"}
 
 

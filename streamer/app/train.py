@@ -63,6 +63,7 @@ from streamer.engine.tensors.parts import values_in
 from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import amount
 from streamer.model.options import parse_bytes
+from streamer.store.ledger import limit_of
 
 #: Tokens of validation text that the sample at the end continues.
 PROMPT_TOKENS = 64
@@ -161,7 +162,7 @@ def _train(
             optimizer = build_optimizer(
                 config.optimizer, model, skip_nonfinite=config.run.nonfinite == "skip"
             )
-            wrapped(model).executor.host_limit = parse_bytes("host_memory", config.memory.host)
+            wrapped(model).executor.host_limit = limit_of(parse_bytes("host_memory", config.memory.host))
             check_fits(model, data, config.data.context)
         if rows is not None and rows.packing and not ranks.as_first("packing", packs(model, data.vocab_size)):
             print(f"{type(model).__name__} does not keep the texts of a row apart: each has a row of its own")

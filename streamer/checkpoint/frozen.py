@@ -13,9 +13,9 @@ import torch
 
 from streamer.checkpoint.tensors import DTYPES
 from streamer.engine.paging.unit import Unit
-from streamer.memory.host import HostShard
-from streamer.memory.layout import Slice
-from streamer.memory.on_disk import WeightsOnDisk
+from streamer.store.layout import Slice
+from streamer.store.shard import HostShard
+from streamer.store.weights_on_disk import WeightsOnDisk
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LeftOut:
         """Of a frozen parameter of ``shard``, which is read as a whole; once, if it lies in somebody else's
         file, which stays as it is."""
         on_disk = shard.weights_on_disk
-        known = {} if on_disk is None or not on_disk.is_stored(slice) else _IN_FILES.setdefault(on_disk, {})
+        known = _IN_FILES.setdefault(on_disk, {}) if on_disk.is_stored(slice) else {}
         if slice not in known:
             known[slice] = LeftOut.of(shard.weight_of(slice))
         return known[slice]

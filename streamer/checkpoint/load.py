@@ -37,9 +37,9 @@ from streamer.checkpoint.values import check_random_states, decode, set_random_s
 from streamer.engine.paging.executor import Executor
 from streamer.engine.wrapped.handle import require_home, wrapped
 from streamer.errors import CheckpointError, shortened, warn
-from streamer.memory.purposes import MOMENTS
 from streamer.optim.adamw import AdamW, check_group
 from streamer.optim.state import convert, load_moments, parse_state_dtype
+from streamer.store.purposes import MOMENTS
 
 #: The format's names of what weights and gradients may be.
 _FLOATS = ("F32", "BF16", "F16")
@@ -238,7 +238,7 @@ def _check_stored(files: _Files, executor: Executor) -> None:
     differing = [
         slice.param.name
         for unit in executor.units
-        if (on_disk := executor.shard(unit).weights_on_disk) is not None
+        for on_disk in [executor.shard(unit).weights_on_disk]
         for slice in unit.layout.slices
         if on_disk.is_stored(slice)
         and slice.param.name in files.names[WEIGHTS]

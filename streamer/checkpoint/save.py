@@ -38,11 +38,11 @@ from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import as_plain
 from streamer.engine.wrapped.handle import require_home, wrapped
-from streamer.memory.host import HostShard
-from streamer.memory.layout import Slice
-from streamer.memory.purposes import MASTERING, MOMENTS, Purpose
 from streamer.optim.adamw import AdamW
 from streamer.optim.state import check_owner
+from streamer.store.layout import Slice
+from streamer.store.purposes import MASTERING, MOMENTS, Purpose
+from streamer.store.shard import HostShard
 from streamer.version import __version__
 
 #: Kinds of files: for each unit, and for the whole model. Values are those that are none of the others.

@@ -28,12 +28,11 @@ from torch import nn
 
 from streamer.backends.base import Backend
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
-from streamer.engine.paging.unit import Unit
+from streamer.engine.paging.unit import Unit, buffer_bytes
 from streamer.engine.tensors.nested import Rebuild, flatten
 from streamer.engine.tensors.parts import composite_of, marked, plainly
 from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import notes
-from streamer.memory.verdict import Tier, require
 from streamer.model.layers import find_layers
 from streamer.model.move_in import check_init, room_of
 from streamer.model.options import WrapOptions
@@ -41,12 +40,12 @@ from streamer.model.streaming import stream
 from streamer.model.units import device_remedy, make_units
 from streamer.optim.adamw import AdamW
 from streamer.planner.choice import Choice, Chosen, Options, PlanOf, choose, may_be_auto
-from streamer.planner.ledger import Ledger, ledger
 from streamer.planner.recall import Recollection
 from streamer.planner.step_plan import StepPlan, plan_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import CUDA, ENOUGH, GIB, RTX_4090, Machine, gpu_properties, named_machine
 from streamer.simulate.ranks import VirtualRanks
+from streamer.store.ledger import UNLIMITED, Ledger, Tier, ledger, require
 
 #: What to do about a model that cannot be planned.
 WITHOUT_PLAN = "give activations, num_slots and micro_batch_size yourself, and no example"
@@ -212,7 +211,7 @@ def plan_of(
         try:
             step = batch.step(planned)
             # the plan shows what steps take beside what has its place by now
-            executor.host_limit = None
+            executor.host_limit = UNLIMITED
             return plan_step(executor, step, recollection, given=batch.tensors)
         except AmbiguousBatchError:
             raise
@@ -270,7 +269,9 @@ def _require_slots(
     """Raise MemoryError if the fewest slots are too many for ``available`` bytes of the device."""
 
     def planned(units: Sequence[Unit], root: Unit, num_slots: int) -> Ledger:
-        return ledger(units, root, num_slots=min(num_slots, len(units)))
+        layouts = [unit.layout for unit in (*units, root)]
+        buffers = buffer_bytes((*units, root))
+        return ledger(layouts, num_slots=min(num_slots, len(units)), buffers=buffers)
 
     slots = among.num_slots[0] or 2
     needed = sum(planned(units, root, slots).device.values())

@@ -25,13 +25,14 @@ from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import not_a_number
 from streamer.engine.tensors.parts import plain_parts
 from streamer.errors import DiskError, shortened, warn
-from streamer.memory.host import HostShard, HostStore
-from streamer.memory.layout import Slice
-from streamer.memory.purposes import DIVIDED
-from streamer.planner.room import Room
 from streamer.planner.step_plan import context_bytes
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import CPU
+from streamer.store.host import HostStore
+from streamer.store.layout import Slice
+from streamer.store.ledger import Room, limit_of
+from streamer.store.purposes import DIVIDED, MASTERING
+from streamer.store.shard import HostShard
 
 #: What `wrap(init=...)` takes: a function that sets one module's own parameters and buffers, in place.
 Init = Callable[[nn.Module], object]
@@ -344,10 +345,10 @@ class MoveIn:
         """The first machine's values of what is not copied from its host memory to the others' later: weights
         on disk, and short ones whose masters are on disk, or in parts on the machines."""
         out, wanted = shard.weights_on_disk, list[tuple[Slice, torch.dtype, torch.Tensor]]()
-        has_masters_apart = shard.is_divided or shard.disk is not None
+        has_masters_apart = shard.is_divided or any(map(shard.is_on_disk, MASTERING))
         for slice, param in unit.placed():
             is_short = slice.param.trainable and slice.dtype != torch.float32
-            if (is_short and has_masters_apart) or (out is not None and not out.is_stored(slice)):
+            if (is_short and has_masters_apart) or not (out.is_empty or out.is_stored(slice)):
                 wanted.append((slice, torch.float32 if is_short else slice.dtype, param))
         if not wanted:
             return {}
@@ -419,11 +420,11 @@ def room_of(backend: Backend, given_up: Iterable[torch.Tensor] = (), *, limit: i
     return Room(
         device=backend.device_available() + on_device + context,
         host=backend.host_available() + on_host,
-        budget=limit,
+        budget=limit_of(limit),
         shared=kind == CPU,
         context=context,
         given_back=on_host,
-        lockable=backend.host_lockable(),
+        lockable=limit_of(backend.host_lockable()),
     )
 
 

@@ -14,11 +14,12 @@ from streamer.backends.disk import Disks
 from streamer.engine.layer.compiled import CompileBackend
 from streamer.engine.layer.layer import POLICIES
 from streamer.engine.paging.unit import Unit
-from streamer.memory.layout import Layout
 from streamer.model.layers import Layers
 from streamer.model.move_in import Init
 from streamer.model.units import DTYPES
 from streamer.planner.choice import Number
+from streamer.store.layout import Layout
+from streamer.store.ledger import limit_of
 
 #: One activation policy for all layers, one for each, or a function that gives one for a layer's index.
 Activations = str | Sequence[str] | Callable[[int], str]
@@ -50,9 +51,9 @@ class WrapOptions:
     gather_weights: bool = False
 
     @property
-    def host_limit(self) -> int | None:
+    def host_limit(self) -> int:
         """``host_memory`` in bytes. Raises ValueError for what is no amount of memory."""
-        return parse_bytes("host_memory", self.host_memory)
+        return limit_of(parse_bytes("host_memory", self.host_memory))
 
     @property
     def device_limit(self) -> int | None:

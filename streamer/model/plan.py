@@ -14,9 +14,9 @@ from streamer.model.auto import Batch, plan_of, skeleton
 from streamer.model.options import WrapOptions
 from streamer.model.wrap import wrap
 from streamer.planner.choice import AUTO, Choice, may_be_auto
-from streamer.planner.room import Room
 from streamer.planner.step_plan import context_bytes
 from streamer.simulate.machine import CPU, Machine, named_machine
+from streamer.store.ledger import Room, limit_of
 
 GIB = 1 << 30
 
@@ -100,14 +100,14 @@ def plan(model: nn.Module, example: object, *, machine: Machine | str = "rtx-409
     room = Room(
         there.device_bytes,
         there.host_bytes,
-        wanted.device_limit,
+        limit_of(wanted.device_limit),
         there.kind == CPU,
         context_bytes(there.kind),
         host_limit=wanted.host_limit,
     )
     choice = Choice(*may_be_auto(wanted))
     step = plan_of(skeleton(model), there, batch, wanted, room.host_room())(choice)
-    sides = {"device": room.device_tiers(step), "host": room.host_tiers(step, step.device_needed)}
+    sides = {"device": step.device_tiers(room), "host": step.host_tiers(room, step.device_needed)}
     lacking = {side: max(tier.lacking for tier in tiers) for side, tiers in sides.items()}
     prediction = step.prediction
     return Plan(

@@ -20,12 +20,8 @@ from streamer.engine.layer.compiled import compiled
 from streamer.engine.layer.layer import POLICIES, StreamedLayer
 from streamer.engine.layer.micro_batches import micro_batches
 from streamer.engine.paging.executor import Executor
-from streamer.engine.paging.unit import Unit
+from streamer.engine.paging.unit import Unit, buffer_bytes
 from streamer.engine.wrapped.handle import HANDLE, Wrapped, settle_in
-from streamer.memory.host import Disks as HostDisks
-from streamer.memory.host import HostStore
-from streamer.memory.purposes import GRADIENTS, of_all_ranks
-from streamer.memory.shares import Division
 from streamer.model.guards import attach_guards
 from streamer.model.layers import find_layers
 from streamer.model.move_in import Initialiser, MoveIn, check_init, room_of
@@ -34,9 +30,14 @@ from streamer.model.units import device_remedy, make_units, warn_of_misread
 from streamer.model.unwrap import forget
 from streamer.optim.torch_optimizers import serve_other_optimizers
 from streamer.planner.choice import AUTO, Chosen
-from streamer.planner.ledger import Ledger, OnDisk, frozen_matrices, least_moments, ledger, to_disk
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.disks import VirtualDisks
+from streamer.store.host import NO_DISKS, HostStore
+from streamer.store.host import Disks as HostDisks
+from streamer.store.ledger import Ledger, frozen_matrices, least_moments, ledger
+from streamer.store.placement import Placement, place_model
+from streamer.store.purposes import GRADIENTS, of_all_ranks
+from streamer.store.shares import Division
 from streamer.torch_private import is_sparse, sparse_parts
 
 M = TypeVar("M", bound=nn.Module)
@@ -87,40 +88,40 @@ def stream(
 
         def plan_of(units: Sequence[Unit], root: Unit, num_slots: int) -> Ledger:
             return ledger(
-                units,
-                root,
+                [unit.layout for unit in (*units, root)],
                 num_slots=min(num_slots, len(units)),
+                buffers=buffer_bytes((*units, root)),
                 update_in_backward=in_backward,
                 averages_in_fp32=ranks is not None and options.grad_dtype is not None,
                 division=division,
             )
 
         planned = plan_of(units, root, slots)
-        remedy = None
+        remedy = "lower num_slots"
         if sum(planned.device.values()) > room.tensors:
             remedy = device_remedy(
                 model, units, root, dtype, plan_of, num_slots=slots, available=room.tensors, limit=limit
             )
-        disks, on_disk, moments = None, OnDisk(), least_moments(units, root, division)
+        layouts = [unit.layout for unit in (*units, root)]
+        disks, placement, moments = NO_DISKS, Placement(), least_moments(layouts, division)
         for_inputs = 0 if chosen is None else chosen.plan.host_beside
         if options.disk is not None:
             disks, moments = _disks(backend, options.disk), {}
-            left = room.host_room(sum(planned.device.values())) - for_inputs
-            given = planned, units, root, left
-            planned, on_disk = to_disk(
-                *given,
+            planned, placement = place_model(
+                planned,
+                layouts,
+                room.host_room(sum(planned.device.values())) - for_inputs,
                 stored=disks.stored,
                 may_write=disks.may_write,
                 division=division,
             )
         if ranks is not None:
             # what is free differs from rank to rank
-            planned, on_disk = ranks.as_first((planned, on_disk))
+            planned, placement = ranks.as_first((planned, placement))
         # ranks have the host's memory once on each machine, which its first one takes with what is each one's
         everything = of_all_ranks(planned.host, 1 if ranks is None else ranks.local_size)
         on_host = {**everything, **moments} if ranks is None or ranks.leads_machine else {}
-        replace(planned, host=on_host).check(room, device_remedy=remedy, frozen=frozen_matrices(units))
-        layouts = [unit.layout for unit in (*units, root)]
+        replace(planned, host=on_host).check(room, device_remedy=remedy, frozen=frozen_matrices(layouts))
         allocate, reserve = backend.host_buffer, backend.host_reserve
         if ranks is not None:
             ranks.agree(_told(options, slots, (*units, root)))
@@ -132,8 +133,7 @@ def stream(
             allocate,
             reserve,
             disks=disks,
-            on_disk=on_disk.masters,
-            weights_on_disk=on_disk.weights,
+            placement=placement,
             rank=0 if ranks is None else ranks.local_rank,
             division=division,
             machine=0 if ranks is None else ranks.machine,

@@ -15,9 +15,9 @@ from streamer.engine.paging.unit import InParts, Shared, Unit
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.parts import Composite, composite_of, has_inner_tensors, plainly
 from streamer.errors import exact_amount, shortened, warn
-from streamer.memory.layout import Layout, Param
 from streamer.model.layers import find_layers, finer_globs
-from streamer.planner.ledger import Ledger
+from streamer.store.layout import Layout, Param
+from streamer.store.ledger import Ledger
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

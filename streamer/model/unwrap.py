@@ -18,10 +18,10 @@ from streamer.engine.tensors.guarded import as_plain, plain_class
 from streamer.engine.tensors.parts import marked
 from streamer.engine.wrapped.handle import HANDLE, home_of, settle_out, wrapped
 from streamer.errors import DiskError, warn
-from streamer.memory.layout import Slice
-from streamer.memory.purposes import ALL_MOMENTS
-from streamer.memory.verdict import host, require
 from streamer.model.move_in import take_out
+from streamer.store.layout import Slice
+from streamer.store.ledger import host, require
+from streamer.store.purposes import ALL_MOMENTS
 
 Memo = dict[int, Any]
 

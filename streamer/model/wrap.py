@@ -94,9 +94,8 @@ def wrap(
             that has none; and by the path of a list of layers, or a glob, the dimension of the batch in their
             hidden states, None for layers that are not to be cut (``{"vision.blocks": None}``, or
             ``{"model.layers.*.mlp.experts": None}``, whose inputs are tokens). Left out: the first,
-            where it is as long as that of the hidden states; where that may be chance, the layer's call
-            raises ValueError. Whether the first one of the hidden states is the batch is checked once for
-            each kind of layer. [Note: the check of a batch]
+            where it is as long as that of the hidden states. Whether that is right is checked once for each
+            kind of layer; if not, its call raises ValueError. [Note: the check of a batch]
         update: ``"step"`` updates when ``optimizer.step()`` is called, under the next forward; ``"backward"``
             updates each layer as soon as its gradient has landed, so that host memory holds the gradients of
             four layers instead of all, and there is no clipping and no accumulation.

@@ -27,7 +27,6 @@ from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import as_plain, never_traced, unguarded
 from streamer.engine.wrapped.handle import Home, home_of, require_home
 from streamer.errors import shortened, warn
-from streamer.memory.host import HostShard
 from streamer.optim.state import (
     State,
     begin_state,
@@ -46,6 +45,7 @@ from streamer.optim.update import (
     update_shard,
     warm_up,
 )
+from streamer.store.shard import HostShard
 from streamer.torch_private import without_compiler
 from streamer_native import Hyper
 
@@ -413,7 +413,7 @@ class AdamW(Optimizer):
 
     @as_plain
     def _update_on_landing(self, unit: Unit, used: Sequence[bool]) -> Update | None:
-        """The update of ``unit`` in backward, whose trainable parameters that are ``used`` have a gradient."""
+        """The update of ``unit`` in backward, from gradients of those of its parameters that are ``used``."""
         used_ids = {id(param) for param, is_used in zip(unit.params, used, strict=False) if is_used}
         of_unit = self._by_unit.get(id(unit))
         # not all of the optimizer's parameters are looked at: this is done for each layer

@@ -15,11 +15,10 @@ import torch
 from streamer.engine.paging.executor import Executor
 from streamer.engine.tensors.guarded import TAG, Access, GuardedTensor, Kind, Tag, unguarded
 from streamer.engine.wrapped.handle import Home, require_home
-from streamer.memory.host import with_own_storage
-from streamer.memory.layout import num_blocks
-from streamer.memory.purposes import ALL_MOMENTS, BF16, FP32, INT8, MOMENTS, Purpose
-from streamer.memory.verdict import host, require
-from streamer.planner.ledger import Ledger
+from streamer.store.layout import num_blocks
+from streamer.store.ledger import Ledger, host, require
+from streamer.store.purposes import ALL_MOMENTS, BF16, FP32, INT8, MOMENTS, Purpose
+from streamer.store.shard import with_own_storage
 from streamer.torch_private import storage_owners
 from streamer_native import QUANTUM
 
@@ -102,7 +101,7 @@ def place_moments(executor: Executor, state_dtype: torch.dtype) -> frozenset[int
     store, purposes = executor.store, MOMENTS[state_dtype]
     if store.holds(purposes):
         return frozenset()
-    if store.disks is not None:
+    if store.has_disks:
         return executor.place_moments(purposes, ALL_MOMENTS)
     layouts = [shard.layout for shard in store.shards]
     wanted, held = store.division.host_bytes(layouts, purposes), store.bytes_by_purpose()

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 import streamer_native as native
-from streamer.memory.host import HostShard, HostStore, array
-from streamer.memory.layout import Layout, Param, Slice, Stretch
-from streamer.memory.purposes import BF16, FP16, FP32, GRADIENTS, MASTERS, MOMENTS, REMAINDERS, SUMS, Purpose
-from streamer.memory.shares import within
+from streamer.store.host import HostStore
+from streamer.store.layout import Layout, Param, Slice, Stretch
+from streamer.store.purposes import BF16, FP16, FP32, GRADIENTS, MASTERS, MOMENTS, REMAINDERS, SUMS, Purpose
+from streamer.store.shard import HostShard, array
+from streamer.store.shares import within
 
 
 class ParamUpdate(NamedTuple):

@@ -32,9 +32,8 @@ from tqdm import tqdm
 
 from streamer.backends.base import Lane
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
-from streamer.memory.verdict import lacks, verdict
-from streamer.planner.room import Room
 from streamer.planner.step_plan import StepPlan
+from streamer.store.ledger import Room, lacks, verdict
 
 AUTO: Literal["auto"] = "auto"
 #: A number that `streamer.wrap` may be told to choose.
@@ -148,7 +147,7 @@ class Chosen:
         """The short list as a table, the fastest first."""
         yield f"{'step s':>8}{'device':>12}{'host':>12}"
         for choice, plan in sorted(self.considered.items(), key=lambda one: _rank(*one)):
-            short = [tier for tier in self.room.tiers(plan) if tier.lacking]
+            short = [tier for tier in plan.tiers(self.room) if tier.lacking]
             lacking = " and ".join(f"{tier.name} lacks {_gib(tier.lacking)}" for tier in short)
             told = f": {lacking}" if short else " (chosen)" if choice == self.choice else ""
             sizes = f"{_gib(plan.device_needed):>12}{_gib(plan.host_total):>12}"
@@ -214,7 +213,7 @@ class _ShortList:
         # two slots, or the only number that there is; then one
         for slots in dict.fromkeys((options.num_slots[:2][-1], options.num_slots[0])):
             fastest = options.choice(options.policies[0], options.most_kept, slots, sizes[0])
-            if not lacks(self.room.tiers(self._plan(fastest))) and not self._waits_for_copies(fastest):
+            if not lacks(self._plan(fastest).tiers(self.room)) and not self._waits_for_copies(fastest):
                 return
             starts = [
                 _Start(policy, slots, size)
@@ -248,8 +247,9 @@ class _ShortList:
     def _lack(self, start: _Start, kept: int) -> int:
         """Bytes that the device lacks, below 0 where it has room. Host memory does not count: layers that are
         kept save some of it."""
-        tiers_of = self.room.tiers if self.room.shared else self.room.device_tiers
-        return max(tier.needed - tier.available for tier in tiers_of(self._plan_kept(start, kept)))
+        plan = self._plan_kept(start, kept)
+        tiers = plan.tiers(self.room) if self.room.shared else plan.device_tiers(self.room)
+        return max(tier.needed - tier.available for tier in tiers)
 
     def _has_device(self, start: _Start, kept: int) -> bool:
         return self._lack(start, kept) <= 0
@@ -294,13 +294,13 @@ class _ShortList:
     def _plan_most_slots(self, start: _Start, kept: int) -> None:
         """Plan ``kept`` layers with as many slots as fit beside them."""
         plan = self._plan_kept(start, kept)
-        fit = [slots for slots in self.options.num_slots if not lacks(self.room.tiers(plan, slots))]
+        fit = [slots for slots in self.options.num_slots if not lacks(plan.tiers(self.room, slots))]
         if fit:
             self._plan_kept(start._replace(num_slots=fit[-1]), kept)
 
     def best(self) -> Choice | None:
         """The fastest that fits."""
-        fit = [choice for choice, plan in self.made.items() if not lacks(self.room.tiers(plan))]
+        fit = [choice for choice, plan in self.made.items() if not lacks(plan.tiers(self.room))]
         return min(fit, key=lambda choice: _rank(choice, self.made[choice]), default=None)
 
     def reason(self, choice: Choice) -> str:
@@ -311,7 +311,7 @@ class _ShortList:
         if faster:
             # the slowest of them: it lacks least
             other, its_plan = max(faster, key=lambda one: (_seconds(one[1]), -_needed(one[1])))
-            short = lacks(self.room.tiers(its_plan))
+            short = lacks(its_plan.tiers(self.room))
             told += f"; {other} would take {_seconds(its_plan):.3g} s, for which {short}"
         elif not self.options.is_given:
             told += f", and no other of {len(self.made)} combinations is faster"
@@ -321,7 +321,7 @@ class _ShortList:
 
     def nothing_fits(self) -> str:
         """What the nearest miss lacks."""
-        tiers = {choice: self.room.tiers(plan) for choice, plan in self.made.items()}
+        tiers = {choice: plan.tiers(self.room) for choice, plan in self.made.items()}
         nearest = min(tiers, key=lambda choice: sum(tier.lacking for tier in tiers[choice]))
         if self.options.is_given:
             told = verdict(f"a step with {nearest} on a batch like the example", tiers[nearest])

@@ -248,7 +248,7 @@ class _Recalled(LayerCall):
             self.recalling.structures[self.call.unit.index],
             tuple(self._given),
             tuple(constants(self.call.rebuild(inputs))),
-            repr(self._cut),
+            None if self._cut is None else (tuple(self._cut.slices), tuple(self._cut.parts)),
             autocast_settings(self.executor.backend.device),
         )
         if self._key not in forwards:

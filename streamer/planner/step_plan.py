@@ -17,12 +17,13 @@ import torch
 
 from streamer.backends.base import Lane, gaps
 from streamer.engine.paging.executor import Executor
-from streamer.memory.purposes import of_all_ranks
 from streamer.planner.measure import Tracker
 from streamer.planner.positions import counted_positions
 from streamer.planner.recall import Recollection, recall_layers
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.temporaries import workspace_bytes
+from streamer.store.ledger import GRAD_SLOTS, UNLIMITED, WEIGHT_SLOTS, Room, Tier, num_grad_slots
+from streamer.store.purposes import of_all_ranks
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def predict_step(
     )
 
 
-#: Owners of device memory beside the buffers: see `streamer.memory.slots` for those.
+#: Owners of device memory beside the buffers: see `streamer.store.ledger` for those.
 SAVED, WORKING_SET, BESIDE = "saved layer inputs", "working set of one layer", "logits and loss"
 #: What PyTorch holds for products of matrices from the first one on.
 WORKSPACES = "workspaces of cuBLAS"
@@ -168,6 +169,36 @@ class StepPlan:
     def host_total(self) -> int:
         """Bytes of host memory at most."""
         return sum(self.host_bytes.values())
+
+    def tiers(self, room: Room, num_slots: int | None = None) -> list[Tier]:
+        """What is needed beside what there is, with other ``num_slots`` than it was made with if given:
+        nothing else depends on how many there are. Tiers without a limit are left out."""
+        device = self.device_tiers(room, num_slots)
+        return [*device, *self.host_tiers(room, device[0].needed)]
+
+    def device_tiers(self, room: Room, num_slots: int | None = None) -> list[Tier]:
+        """Those of `tiers` that are the device's."""
+        more = 0 if num_slots is None else self._slots_more(num_slots)
+        tiers = [
+            Tier("the device", self.device_needed + more, room.device),
+            Tier("device_memory", self.allocated + more, room.budget),
+        ]
+        return [tier for tier in tiers if tier.available < UNLIMITED]
+
+    def host_tiers(self, room: Room, device: int) -> list[Tier]:
+        """Those of `tiers` that are the host's, with ``device`` bytes needed of the device."""
+        tiers = [
+            room.host_tier(self.host_total, device),
+            Tier("host_memory", self.host_total, room.host_limit),
+        ]
+        return [tier for tier in tiers if tier.available < UNLIMITED]
+
+    def _slots_more(self, wanted: int) -> int:
+        """Bytes that ``wanted`` slots take on top of those that there are."""
+        had = self.num_slots
+        of_weights, of_gradients = (self.device_bytes.get(owner, 0) for owner in (WEIGHT_SLOTS, GRAD_SLOTS))
+        more = (wanted - had) * (of_weights // had)
+        return more + (num_grad_slots(wanted) - num_grad_slots(had)) * (of_gradients // num_grad_slots(had))
 
 
 @contextmanager

@@ -26,10 +26,10 @@ from streamer.app.run.build import build_optimizer, import_factory, wrap_options
 from streamer.app.run.loop import TokenLoss, step_on
 from streamer.backends.base import DISKS, SPECIAL, Lane
 from streamer.backends.disk import Disks, Scratch
-from streamer.memory import on_disk
 from streamer.model.options import parse_bytes
 from streamer.planner.choice import WAITING
 from streamer.simulate.machine import MACHINES
+from streamer.store import on_disk
 from tests.app.common import sets
 from tests.app.test_plan_command import SMALL, Light, plan_of, planned, refused, written
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import streamer
 from models.gpt2 import GPT
 from streamer.checkpoint import save as content
-from streamer.memory.host import HostShard
+from streamer.store.shard import HostShard
 from tests.reference import VOCAB, batch
 
 LAYERS = {"layers": "transformer.h", "device": "cpu"}

@@ -23,7 +23,7 @@ from torch import nn
 
 import streamer
 from streamer.checkpoint.manifest import NAME, Manifest, checkpoints
-from streamer.memory.layout import num_blocks
+from streamer.store.layout import num_blocks
 from tests.checkpoint.test_files import rewrite
 
 WIDTH = 12

@@ -40,7 +40,7 @@ import streamer
 import streamer_native as native
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
-from streamer.memory.host import HALF_OF_LAST_PLACE, array
+from streamer.store.shard import HALF_OF_LAST_PLACE, array
 from tests.libraries.common import LIGHTNINGS_OWN, fit
 from tests.libraries.test_huggingface import loss as labelled_loss
 from tests.libraries.test_peft import lora

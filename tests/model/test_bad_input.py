@@ -21,11 +21,9 @@ from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging import device_memory as watch
 from streamer.engine.paging.structure import Structure
-from streamer.memory.verdict import SHARED
 from streamer.model.layers import find_layers
 from streamer.model.options import parse_bytes
-from streamer.planner.ledger import Ledger
-from streamer.planner.room import Room
+from streamer.store.ledger import SHARED, Ledger, Room
 from tests.reference import assert_parity, assert_trains_alike, attached, train_plain, train_streamed
 
 

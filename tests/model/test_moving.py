@@ -33,7 +33,7 @@ sys.path.insert(0, {root!r})
 import torch, streamer
 from torch import nn
 from streamer.backends.thread import ThreadBackend
-from streamer.memory.host import HostStore
+from streamer.store.host import HostStore
 
 torch.set_num_threads(1)
 

@@ -109,6 +109,24 @@ def test_it_passes_over_no_memory_where_nothing_has_changed(issued: list[Op]) ->
         assert passes() == 1, "the other layers were not written"
 
 
+@pytest.mark.parametrize("read", [False, True])
+def test_short_gradients_are_not_rounded_by_clipping(read: bool) -> None:
+    """The update multiplies them in fp32, unless user code looks at them before: then, as in PyTorch."""
+    with streamed(gpt(), layers="transformer.h", dtype=torch.bfloat16) as model:
+        optimizer = streamer.AdamW(model.parameters(), betas=(0.5, 0.99))
+        language_loss(model, 0).backward()
+        params = [middle(model), model.transformer.wte.weight, model.transformer.ln_f.bias]
+        gradients = [param.grad.float() for param in params]
+        coefficient = 1e-3 / (streamer.clip_grad_norm_(model, 1e-3).item() + 1e-6)
+        clipped = [coefficient * gradient for gradient in gradients]
+        if read:
+            clipped = [param.grad.float() for param in params]
+        optimizer.step()
+        for param, gradient in zip(params, clipped, strict=True):
+            actual = optimizer.state[param]["exp_avg"]
+            torch.testing.assert_close(actual, 0.5 * gradient, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("of", [middle, lambda model: model.transformer.wte.weight], ids=["layer", "root"])
 def test_who_has_the_memory_of_a_gradient_writes_a_part_of_it_after_clipping(
     of: Callable[[nn.Module], nn.Parameter],

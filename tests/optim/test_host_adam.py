@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import streamer_native as native
-from streamer.memory.host import HostShard, HostStore
-from streamer.memory.layout import Layout, Param, Slice
-from streamer.memory.purposes import GRADIENTS, MOMENTS, SUMS
 from streamer.optim.update import ParamUpdate, UnitUpdate, update_shard
+from streamer.store.host import HostStore
+from streamer.store.layout import Layout, Param, Slice
+from streamer.store.purposes import GRADIENTS, MOMENTS, SUMS
+from streamer.store.shard import HostShard
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SIZES = (300, 5, 4096, 33, 257, 1000)

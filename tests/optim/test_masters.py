@@ -1,6 +1,6 @@
 """An element keeps its remainder while its 16 bits are what they were: no write of anything resets anything.
 
-[Note: masters] in `streamer/memory/host.py` states the rule.
+[Note: masters] in `streamer/store/shard.py` states the rule.
 """
 
 from __future__ import annotations

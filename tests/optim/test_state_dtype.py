@@ -12,10 +12,10 @@ import torch
 import streamer
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.wrapped.handle import wrapped
-from streamer.memory.host import HostStore
-from streamer.memory.purposes import BF16, FP32, GRADIENTS, INT8, MODEL, MOMENTS, host_bytes
 from streamer.optim.state import convert
 from streamer.optim.update import ParamUpdate, UnitUpdate, update_shard
+from streamer.store.host import HostStore
+from streamer.store.purposes import BF16, FP32, GRADIENTS, INT8, MODEL, MOMENTS, host_bytes
 from streamer_native import Hyper
 from tests.optim.test_clip import gpt
 from tests.reference import language_loss, streamed

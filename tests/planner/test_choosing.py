@@ -28,15 +28,14 @@ from streamer.backends.disk import Disks, Scratch
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.wrapped.handle import wrapped
-from streamer.memory.verdict import SHARED, lacks
 from streamer.model.auto import Batch, plan_of, skeleton
 from streamer.model.move_in import room_of
 from streamer.model.options import WrapOptions
 from streamer.planner.choice import Choice, Chosen, Options, choose, sizes_below
 from streamer.planner.measure import Tracker
-from streamer.planner.room import Room
 from streamer.planner.step_plan import CONTEXT, GAPS, WORKING_SET, Prediction, StepPlan, context_bytes
 from streamer.simulate.machine import Machine
+from streamer.store.ledger import SHARED, UNLIMITED, Room, lacks
 from tests.reference import VOCAB, assert_parity, batch, train, train_plain
 
 Table = dict[Choice, StepPlan]
@@ -55,13 +54,13 @@ def every(options: Options) -> set[Choice]:
 def excess(table: Table, options: Options, room: Room) -> float:
     """How much longer the chosen step takes than the fastest in ``table`` that fits, as a share of it. Where
     nothing fits, nothing may be chosen."""
-    fit = [plan.prediction.seconds for plan in table.values() if not lacks(room.tiers(plan))]
+    fit = [plan.prediction.seconds for plan in table.values() if not lacks(plan.tiers(room))]
     if not fit:
         with pytest.raises(MemoryError, match="any options that 'auto' may choose; the nearest are '"):
             choose(table.__getitem__, options, room)
         return 0.0
     chosen = choose(table.__getitem__, options, room)
-    assert chosen.plan is table[chosen.choice] and not lacks(room.tiers(chosen.plan))
+    assert chosen.plan is table[chosen.choice] and not lacks(chosen.plan.tiers(room))
     assert len(chosen.considered) < 50
     return chosen.plan.prediction.seconds / min(fit) - 1
 
@@ -78,7 +77,7 @@ def rooms(table: Table, draw: random.Random, count: int) -> Iterator[Room]:
         yield Room(
             draw.choice(device) - draw.randint(0, 1),
             draw.choice([*host, host[-1]]) + least,
-            budget=draw.choice([None, None, draw.choice(device)]),
+            budget=draw.choice([UNLIMITED, UNLIMITED, draw.choice(device)]),
             shared=shared,
         )
 
@@ -96,9 +95,9 @@ def test_what_a_step_needs_and_what_is_lacking() -> None:
         (Room(191, 1191, shared=True), {}),
         (Room(191, 1187, shared=True), {f"the host{SHARED}": 4}),
     ):
-        assert {tier.name: tier.lacking for tier in room.tiers(plan) if tier.lacking} == lacking, room
+        assert {tier.name: tier.lacking for tier in plan.tiers(room) if tier.lacking} == lacking, room
     # one slot less has one for gradients less, one more has not one more
-    needed = [room.tiers(plan, slots)[0].needed for slots in (1, 2, 3)]
+    needed = [plan.tiers(room, slots)[0].needed for slots in (1, 2, 3)]
     assert needed == [191 - 70, 191, 191 + 50]
 
 
@@ -157,7 +156,7 @@ def test_what_cuda_itself_takes_is_not_among_the_free_bytes() -> None:
     # a plan counts it, and tensors have what is free
     plan = StepPlan({"slots": 900}, {CONTEXT: context_bytes("cuda")}, {}, PREDICTION, 2)
     assert room.tensors == 1000
-    assert [tier.available - tier.needed for tier in room.tiers(plan)] == [100, 2000]
+    assert [tier.available - tier.needed for tier in plan.tiers(room)] == [100, 2000]
 
 
 @pytest.mark.parametrize("seed", range(20))

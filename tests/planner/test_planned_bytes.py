@@ -19,11 +19,11 @@ from models.gpt2 import GPT
 from streamer.backends.base import Backend
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.wrapped.handle import wrapped
-from streamer.memory.purposes import MOMENTS, SAVED_INPUTS, SUMS, host_bytes
 from streamer.optim.state import parse_state_dtype
-from streamer.planner.ledger import least_moments
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import GIB, Machine
+from streamer.store.ledger import least_moments
+from streamer.store.purposes import MOMENTS, SAVED_INPUTS, SUMS, host_bytes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MACHINE = Machine("any", 1e12, 1e9, 1e9, 1e9, GIB, GIB)
@@ -246,7 +246,7 @@ def check(case: Case, backend: Counted, *, train: bool) -> None:
         layouts = [shard.layout for shard in executor.store.shards]
         optimizer = streamer.AdamW(model.parameters(), state_dtype=case.state_dtype)
         moments = present(host_bytes(layouts, MOMENTS[parse_state_dtype(case.state_dtype)]))
-        assert sum(least_moments(executor.units, executor.root).values()) <= sum(moments.values())
+        assert sum(least_moments(layouts, executor.store.division).values()) <= sum(moments.values())
         host |= moments
         check_held()
         if case.frozen == "all" or not train:

@@ -13,7 +13,7 @@ from transformers import conversion_mapping
 
 import streamer
 from streamer.engine.wrapped.handle import wrapped
-from streamer.memory.host import HostShard
+from streamer.store.shard import HostShard
 from tests.pretrained.test_quantize import least_memory
 from tests.quantized import assert_equal, history
 

@@ -389,7 +389,7 @@ sys.path.insert(0, {root!r})
 import torch, streamer
 from safetensors.torch import save_file
 from torch import nn
-from streamer.memory.host import HostStore
+from streamer.store.host import HostStore
 
 torch.set_num_threads(1)
 

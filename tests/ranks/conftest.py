@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamer.memory import on_disk
+from streamer.store import on_disk
 
 
 @pytest.fixture(autouse=True)

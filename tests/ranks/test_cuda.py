@@ -19,7 +19,7 @@ import streamer
 from streamer.backends.base import Lane
 from streamer.engine.schedule.op import OpKind
 from streamer.engine.wrapped.handle import wrapped
-from streamer.memory.layout import ALIGN_BYTES
+from streamer.store.layout import ALIGN_BYTES
 from tests.ranks.common import run_ranks
 from tests.ranks.programs import Arrays, Case, backward, model, train, train_alone
 

@@ -19,7 +19,7 @@ from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging import across_ranks
 from streamer.engine.schedule import op as ops
 from streamer.errors import RanksError
-from streamer.memory import on_disk
+from streamer.store import on_disk
 from tests.on_disk import least_of
 from tests.ranks import test_writes
 from tests.ranks.common import run_ranks

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import streamer
 from streamer.backends.direct_io import System
 from streamer.engine.wrapped.handle import wrapped
-from streamer.memory import on_disk
+from streamer.store import on_disk
 from tests.on_disk import least_of
 from tests.ranks import test_disk
 from tests.ranks import test_disk_use as use

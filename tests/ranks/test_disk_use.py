@@ -22,11 +22,11 @@ import streamer
 from streamer.backends.base import DISKS, Lane
 from streamer.backends.direct_io import System
 from streamer.engine.wrapped.handle import wrapped
-from streamer.memory import on_disk
-from streamer.memory.purposes import of_all_ranks
 from streamer.planner.step_plan import plan_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import Machine
+from streamer.store import on_disk
+from streamer.store.purposes import of_all_ranks
 from tests.pretrained import test_in_place as in_place
 from tests.ranks.common import run_ranks
 from tests.ranks.programs import Arrays, backward, equal, model
@@ -141,7 +141,7 @@ def train(rank: int, folder: str, options: dict[str, Any]) -> Any:
     for op in records:
         nbytes[op.kind.value] += op.nbytes
     del ops["SYNC"]
-    scratches = {*executor.store._scratch.values()}
+    scratches = {*executor.store.scratch.values()}
     allocated = sum(scratch.allocated_bytes for scratch in scratches)  # type: ignore[attr-defined]
     on_host, there = executor.host_bytes(), executor.disk_bytes()
     streamer.unwrap(made)

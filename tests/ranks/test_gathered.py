@@ -21,7 +21,7 @@ from streamer.engine.paging.across_ranks import AcrossRanks
 from streamer.engine.schedule.op import OpKind
 from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import RanksError
-from streamer.memory.layout import ALIGN_BYTES
+from streamer.store.layout import ALIGN_BYTES
 from tests.ranks import test_disk
 from tests.ranks.common import run_ranks
 from tests.ranks.programs import (

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import streamer
-from streamer.memory.slots import AVERAGING
+from streamer.store.ledger import AVERAGING
 from streamer_native import BLOCK
 from tests.ranks.common import run_ranks
 from tests.ranks.programs import backward, everyone, model

@@ -25,9 +25,9 @@ from streamer.backends.disk import Scratch
 from streamer.backends.select import backend_for
 from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import DiskError
-from streamer.memory.layout import Param
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import CUDA, RTX_4090, Beside, Machine, gpu_properties
+from streamer.store.layout import Param
 
 #: Rounds at most, and the seconds after which no more begin.
 ROUNDS, BUDGET_SECONDS = 9, 35.0

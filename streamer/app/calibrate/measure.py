@@ -24,11 +24,11 @@ import streamer
 import streamer_native as native
 from streamer.backends.base import COPIES, Backend, Event, Lane, Span
 from streamer.backends.disk import Disks, Extent, Scratch
-from streamer.memory.host import HostStore
-from streamer.memory.layout import Layout, Param
-from streamer.memory.purposes import FP32, GRADIENTS, MOMENTS
 from streamer.optim.update import ParamUpdate, UnitUpdate, update_shard
 from streamer.simulate.cost import Operations
+from streamer.store.host import HostStore
+from streamer.store.layout import Layout, Param
+from streamer.store.purposes import FP32, GRADIENTS, MOMENTS
 
 LAYERS, HIDDEN, TOKENS = 8, 64, 16
 #: Steps of a round.
@@ -110,7 +110,7 @@ class Sizes:
     context: int
     head: int = 64
     copy_bytes: int = 32 << 20
-    disk_bytes: int = 32 << 20  # as of one moment of a full chunk: see `streamer.memory.on_disk`
+    disk_bytes: int = 32 << 20  # as of one moment of a full chunk: see `streamer.store.on_disk`
     parameters: int = 16_000_000
     seconds: float = 0.08
 

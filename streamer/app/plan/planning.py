@@ -41,15 +41,14 @@ from streamer.model.layers import find_layers
 from streamer.model.move_in import room_of
 from streamer.model.options import folders_of, parse_bytes
 from streamer.planner.choice import AUTO, WAITING, Choice, Chosen, Options, PlanOf, choose, may_be_auto
-from streamer.planner.ledger import Ledger
 from streamer.planner.recall import Recollection
-from streamer.planner.room import Room
 from streamer.planner.step_plan import StepPlan, context_bytes, plan_step, uncollected
 from streamer.pretrained.architecture import is_quantized_folder
 from streamer.pretrained.files import has_weights
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.disks import VirtualScratch
 from streamer.simulate.machine import CPU, Machine
+from streamer.store.ledger import UNLIMITED, Ledger, Room, limit_of
 
 #: Bytes of host memory that Python and its libraries take: a round figure, not a measurement.
 PROCESS, PROCESS_BYTES = "Python and its libraries", 1 << 30
@@ -72,10 +71,10 @@ def room_on(machine: Machine, config: Config) -> Room:
     return Room(
         machine.device_bytes,
         machine.host_bytes - PROCESS_BYTES * machine.ranks,
-        parse_bytes("device_memory", config.stream.device_memory),
+        limit_of(parse_bytes("device_memory", config.stream.device_memory)),
         machine.kind == CPU,
         context_bytes(machine.kind),
-        host_limit=parse_bytes("host_memory", config.memory.host),
+        host_limit=limit_of(parse_bytes("host_memory", config.memory.host)),
         ranks=machine.ranks,
     )
 
@@ -168,8 +167,8 @@ class RunPlan:
     def lacking(self) -> Mapping[str, int]:
         """Bytes that there are too few of, by side."""
         sides = {
-            "device": self.room.device_tiers(self.step),
-            "host": self.room.host_tiers(self.step, self.device_needed),
+            "device": self.step.device_tiers(self.room),
+            "host": self.step.host_tiers(self.room, self.device_needed),
         }
         found = {side: max(tier.lacking for tier in tiers) for side, tiers in sides.items()}
         return {side: nbytes for side, nbytes in found.items() if nbytes}
@@ -278,7 +277,7 @@ def _plan(
         raise error.__cause__ if isinstance(error.__cause__, MemoryError) else error from None
     executor = wrapped(model).executor
     # the plan shows what steps take beside what has its place by now
-    executor.host_limit = None
+    executor.host_limit = UNLIMITED
     shape = -(-config.data.batch_size // machine.ranks), config.data.context
     # on the CPU, as data comes
     tokens = torch.zeros(shape, dtype=torch.long)
@@ -377,14 +376,13 @@ def is_furthest(plan: RunPlan, batches: Sequence[RunPlan]) -> bool:
 def _estimate(small: RunPlan, large: RunPlan) -> int:
     """The batch at which the line through both meets what there is of the device or of the host."""
     sizes = small.config.data.batch_size, large.config.data.batch_size
-    budget = small.room.budget or small.machine.device_bytes
+    budget = min(small.room.budget, small.machine.device_bytes)
     sides = [
         (small.step.allocated, large.step.allocated, budget),
         (small.device_needed, large.device_needed, small.machine.device_bytes),
         (small.host_needed, large.host_needed, small.machine.host_bytes),
+        (small.step.host_total, large.step.host_total, small.room.host_limit),
     ]
-    if small.room.host_limit is not None:
-        sides.append((small.step.host_total, large.step.host_total, small.room.host_limit))
     most = FURTHEST * sizes[1]
     for low, high, room in sides:
         each = (high - low) / (sizes[1] - sizes[0])
@@ -459,7 +457,7 @@ def settle(
         machine, room = (
             this_machine(stream, ranks, machines) if machine is None else (machine, room_on(machine, config))
         )
-        room = replace(room, host_limit=parse_bytes("host_memory", config.memory.host))
+        room = replace(room, host_limit=limit_of(parse_bytes("host_memory", config.memory.host)))
         layers = find_layers(without_values(config.model, config.lora), stream.layers)
         batch = -(-config.data.pass_size // machine.ranks)
         among = Options.of(asked, layers=len(layers), batch=batch)

@@ -8,6 +8,7 @@ from typing import Any
 
 from streamer.app.config import Config, ConfigError
 from streamer.app.plan.planning import RunPlan, RunPlanOf, with_options
+from streamer.store.ledger import UNLIMITED
 
 #: How many sizes of micro-batches are tried, each a quarter of the one before.
 MICRO_BATCHES = 3
@@ -187,7 +188,7 @@ def _is_better(tried: RunPlan, plan: RunPlan) -> bool:
 
 def _budgets(plan: RunPlan) -> Iterator[str]:
     budget, there = plan.room.budget, plan.room.device - plan.room.context
-    if budget is not None and budget > there > 0:
+    if UNLIMITED > budget > there > 0:
         yield f"{there >> 20}MiB"
 
 

@@ -21,6 +21,7 @@ from streamer.app.plan.remedies import Faster, Remedies, faster, find_remedies
 from streamer.backends.base import DISKS, SPECIAL, Lane
 from streamer.errors import amount
 from streamer.simulate.machine import CUDA, Machine
+from streamer.store.ledger import UNLIMITED
 
 
 def plan_lines(config: Config, plan_of: RunPlanOf) -> Iterator[str]:
@@ -96,7 +97,7 @@ def figures(plan: RunPlan) -> dict[str, Any]:
         "device_bytes": dict(step.device_bytes),
         "device_reserve_bytes": dict(step.reserve),
         "device_needed": plan.device_needed,
-        "device_memory": plan.room.budget,
+        "device_memory": None if plan.room.budget == UNLIMITED else plan.room.budget,
         "host_bytes": dict(plan.host_bytes),
         "host_pinned": plan.host_pinned,
         "host_needed": plan.host_needed,
@@ -117,7 +118,7 @@ def figures(plan: RunPlan) -> dict[str, Any]:
 def _disk_figures(plan: RunPlan) -> dict[str, Any]:
     read, written = plan.disk_moved
     return {
-        "host_memory": plan.room.host_limit,
+        "host_memory": None if plan.room.host_limit == UNLIMITED else plan.room.host_limit,
         "disk_bytes": dict(plan.step.disk_bytes),
         "disk_read_bytes": read,
         "disk_written_bytes": written,
@@ -157,8 +158,8 @@ def ledger_lines(plan: RunPlan) -> Iterator[str]:
     slots = f"{plan.step.num_slots} slot{'s' if plan.step.num_slots > 1 else ''}"
     held = plan.step.device_bytes
     yield from _side(f"device, {slots}, when it holds most", held, plan.parameters)
-    within = "" if budget is None else f" of {amount(budget)} (stream.device_memory)"
-    if plan.refused or budget is not None and plan.step.allocated > budget:
+    within = "" if budget == UNLIMITED else f" of {amount(budget)} (stream.device_memory)"
+    if plan.refused or plan.step.allocated > budget:
         within += f": {_verdict(False)}"
     yield _line("  all tensors", plan.step.device_total, plan.parameters) + within
     for name, nbytes in plan.step.reserve.items():
@@ -171,7 +172,7 @@ def ledger_lines(plan: RunPlan) -> Iterator[str]:
     if plan.host_pinned:
         yield _line("  of these page-locked", plan.host_pinned, plan.parameters)
     limit = plan.room.host_limit
-    if limit is not None:
+    if limit < UNLIMITED:
         total = plan.step.host_total
         yield (
             _line("  all of the model", total, plan.parameters)

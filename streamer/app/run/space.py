@@ -15,9 +15,9 @@ from streamer.app.run.beside import bytes_beside, files_beside
 from streamer.app.run.run_folder import FOLDER
 from streamer.checkpoint.manifest import checkpoints
 from streamer.errors import amount
-from streamer.memory.purposes import BF16, FP32, MOMENTS
 from streamer.model.units import kept_dtype
 from streamer.optim.state import parse_state_dtype
+from streamer.store.purposes import BF16, FP32, MOMENTS
 from streamer_native import QUANTUM
 
 

@@ -20,9 +20,10 @@ from streamer.backends.base import Event
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import Place
-from streamer.memory.host import HostShard, HostStore, Window
-from streamer.memory.on_disk import Chunk, StateOnDisk
-from streamer.memory.purposes import WEIGHTS
+from streamer.store.host import HostStore
+from streamer.store.on_disk import Chunk, StateOnDisk
+from streamer.store.purposes import WEIGHTS
+from streamer.store.shard import HostShard, Window
 
 #: The update of a unit, given its shard; of one on disk a `Window` for each chunk, one after the other.
 ShardUpdate = Callable[[HostShard], None]
@@ -51,8 +52,8 @@ class StatePager:
         in ``source``. Its weights, if they are on disk, are ``weight``, in buffer ``place`` of their ring.
         ``then`` issues what is to follow the update at once, before the last of the state goes to disk."""
         shard = self._store.shards[unit]
-        if shard.disk is None or not shard.disk.own:
-            # a share without a chunk has no elements, and the work is told so
+        if not shard.disk.own:
+            # with state on disk, a share without a chunk has no elements, and the work is told so
             whole = shard if weight is None else Window(shard, {WEIGHTS.name: weight})
             self._issuer.issue(ops.step(unit, source, nbytes, None, place), partial(work, whole))
             if then is not None:
@@ -104,6 +105,5 @@ def _write(disk: StateOnDisk, chunk: Chunk, buffer: torch.Tensor, *, poison: boo
 
 def masters_of(unit: int, shard: HostShard) -> tuple[Place, ...]:
     """What to wait for before the weights and the state of ``unit`` are read or written elsewhere."""
-    chunks = () if shard.disk is None else shard.disk.chunks
-    on_disk = () if shard.weights_on_disk is None else (ops.weights_on_disk(unit),)
-    return (ops.shard(unit), *on_disk, *(ops.state(chunk.number) for chunk in chunks))
+    on_disk = () if shard.weights_on_disk.is_empty else (ops.weights_on_disk(unit),)
+    return (ops.shard(unit), *on_disk, *(ops.state(chunk.number) for chunk in shard.disk.chunks))

@@ -35,8 +35,8 @@ from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import Place
 from streamer.engine.schedule.order import Phase
-from streamer.memory.host import HostStore
-from streamer.memory.on_disk import WeightsOnDisk
+from streamer.store.host import HostStore
+from streamer.store.weights_on_disk import WeightsOnDisk
 
 #: Issues what brings the other owners' parts of this rank's share of a unit's weights into the tensor that is
 #: given, which is in the buffer of that number.
@@ -52,7 +52,7 @@ class _Update(NamedTuple):
 
 
 class WeightRing:
-    """The ring of host buffers."""
+    """The ring of host buffers, of which there are none where all weights are in memory."""
 
     def __init__(self, issuer: Issuer, store: HostStore, state: StatePager) -> None:
         self._issuer = issuer
@@ -77,7 +77,7 @@ class WeightRing:
         """Whether the unit's weights come from disk: those that are there and nowhere else. Of ranks also
         those of which one of them shows a copy to the user's code, which is that rank's own."""
         shard = self._store.shards[unit]
-        return shard.is_out or (self._store.is_shared and shard.weights_on_disk is not None)
+        return shard.is_out or (self._store.is_shared and not shard.weights_on_disk.is_empty)
 
     def source(self, unit: int) -> tuple[torch.Tensor, int]:
         """The unit's weights in the ring, up to date, and which buffer has them: until `release`."""
@@ -91,7 +91,7 @@ class WeightRing:
 
     def fill(self, upcoming: Iterable[int]) -> None:
         """Read the weights of the units that are expected next, as long as there are free buffers."""
-        for unit in upcoming:
+        for unit in upcoming if self._buffers else ():
             if self.passes(unit):
                 if unit not in self._held and not self._free:
                     return
@@ -186,6 +186,4 @@ class WeightRing:
         self._state.update(unit, *update, weight=weight, place=place, then=then)
 
     def _disk(self, unit: int) -> WeightsOnDisk:
-        disk = self._store.shards[unit].weights_on_disk
-        assert disk is not None, "its weights are on disk"
-        return disk
+        return self._store.shards[unit].weights_on_disk

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from streamer.engine.paging.unit import Unit
-from streamer.memory.purposes import FP32
+from streamer.store.purposes import FP32
 from streamer.torch_private import comes_to, keeps_graph
 
 

@@ -87,11 +87,11 @@ from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.guarded import Access, Kind, Touch, as_plain
 from streamer.engine.tensors.nested import walk
-from streamer.memory.host import HostStore
-from streamer.memory.layout import ALIGN_BYTES, Layout, Stretch
-from streamer.memory.purposes import FP32, Purpose
-from streamer.memory.shares import Share, places_of, shares_of, within
-from streamer.memory.slots import gather_bytes, reduce_bytes
+from streamer.store.host import HostStore
+from streamer.store.layout import ALIGN_BYTES, Layout, Stretch
+from streamer.store.ledger import gather_bytes, reduce_bytes
+from streamer.store.purposes import FP32, Purpose
+from streamer.store.shares import Share, places_of, shares_of, within
 
 
 @dataclass
@@ -338,7 +338,7 @@ class AcrossRanks:
     def after_update(self, unit: Unit) -> None:
         """The update of ``unit`` was issued."""
         shard = self._store.shards[unit.index]
-        if self._store.is_divided and shard.weights_on_disk is None:
+        if self._store.is_divided and shard.weights_on_disk.is_empty:
             # .data: a version counter of its own, so that this write is not taken for the user's
             self.gather(unit.index, shard.weight.data)
         words = f"updating '{unit.name}'"

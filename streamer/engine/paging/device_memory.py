@@ -15,7 +15,7 @@ from streamer.engine.paging.unit import Unit, buffer_bytes
 from streamer.engine.paging.weights import Weights
 from streamer.engine.tensors.saved import SavedBytes
 from streamer.errors import warn
-from streamer.memory.slots import AVERAGING, BUFFERS, GRAD_SLOTS, ROOT_GRADIENTS, ROOT_WEIGHTS, WEIGHT_SLOTS
+from streamer.store.ledger import AVERAGING, BUFFERS, GRAD_SLOTS, ROOT_GRADIENTS, ROOT_WEIGHTS, WEIGHT_SLOTS
 
 #: Free host memory below which a process is soon ended by the system.
 LOW_HOST_BYTES = 1 << 28

@@ -16,7 +16,7 @@ import torch
 
 from streamer.engine.paging.across_ranks import Reduced
 from streamer.engine.paging.unit import Unit
-from streamer.memory.host import HostShard
+from streamer.store.shard import HostShard
 
 
 class UpdateWork(Protocol):

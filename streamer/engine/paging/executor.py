@@ -49,19 +49,19 @@ from streamer.engine.schedule.op import ROOT
 from streamer.engine.schedule.order import Phase, Visit
 from streamer.engine.tensors.guarded import TAG, Kind, Touch, as_plain, is_in_graph, never_traced
 from streamer.engine.tensors.saved import SavedBytes
-from streamer.memory.host import HostShard, HostStore
-from streamer.memory.layout import Slice
-from streamer.memory.placement import ON_DISK, REMEDY, beyond, ring_bytes, state_sizes
-from streamer.memory.purposes import (
+from streamer.store.host import HostStore
+from streamer.store.layout import Slice
+from streamer.store.ledger import UNLIMITED, Tier, host
+from streamer.store.placement import make_room, place_moments, ring_bytes
+from streamer.store.purposes import (
     ASKED_FOR,
     MASTERING,
     SAVED_INPUTS,
     STATE_RING,
-    WEIGHTS,
     Purpose,
     of_all_ranks,
 )
-from streamer.memory.verdict import Tier, host, require
+from streamer.store.shard import HostShard
 from streamer.torch_private import (
     backward_number,
     check_finite,
@@ -95,7 +95,7 @@ class Executor:
     ``units`` are the layers, numbered from 0 in the order of their lists, and ``root`` all the rest;
     ``store`` has their shards in the same order, the root's last (so that its index ROOT finds it). There are
     ``num_slots`` weight slots, and more as ``budget`` bytes of device memory leave room for them. Of host
-    memory no more than ``host_limit`` bytes are taken, if that is given. What could be on disk leaves
+    memory no more than ``host_limit`` bytes are taken. What could be on disk leaves
     ``for_inputs`` bytes of them to the layer inputs that will wait there. ``ranks`` are those that share the
     store; with ``gather_weights`` each copies a part of a layer to its device, where they have the others'
     from one another. [Note: ranks]
@@ -112,7 +112,7 @@ class Executor:
         budget: int | None = None,
         sum_in_fp32: bool = True,
         update_in_backward: bool = False,
-        host_limit: int | None = None,
+        host_limit: int = UNLIMITED,
         for_inputs: int = 0,
         ranks: Ranks | None = None,
         gather_weights: bool = False,
@@ -578,15 +578,11 @@ class Executor:
 
     def host_available(self) -> int:
         """Bytes of host memory that may still be taken."""
-        free = self.backend.host_available()
-        if self.host_limit is None:
-            return free
-        held = of_all_ranks(self.host_bytes(), self._num_ranks)
-        return min(free, max(0, self.host_limit - sum(held.values())))
+        return min(self.backend.host_available(), self._left_of_limit())
 
-    @property
-    def _num_ranks(self) -> int:
-        return 1 if self.across is None else self.across.ranks.local_size
+    def _left_of_limit(self) -> int:
+        held = of_all_ranks(self.host_bytes(), self.store.division.ranks)
+        return max(0, self.host_limit - sum(held.values()))
 
     def led(self, words: str, work: Callable[[], T]) -> T:
         """What ``work`` returns; of ranks, on the first one: `Ranks.led`."""
@@ -602,14 +598,15 @@ class Executor:
                 ranks = None if self.across is None else self.across.ranks
                 with together(ranks, "moving optimizer state to disk", patient=True):
                     self._move_to_disk(lacking)
-        free, left = self.backend.host_available(), self.host_available()
-        if left == free:
+        free, left = self.backend.host_available(), self._left_of_limit()
+        if left >= free:
             return host(needed, free, remedy)
         return Tier("host_memory", needed, left, f"{remedy}, or wrap with a larger host_memory")
 
     def _host_of_all(self, wanted: Mapping[str, int], remedy: str) -> Tier:
         """`host` for bytes by purpose that all ranks are about to take."""
-        return self.host(sum(of_all_ranks(wanted, self._num_ranks).values()), remedy, by_all=True)
+        needed = sum(of_all_ranks(wanted, self.store.division.ranks).values())
+        return self.host(needed, remedy, by_all=True)
 
     @contextmanager
     def writing_state(self, words: str) -> Iterator[None]:
@@ -638,39 +635,37 @@ class Executor:
         if not shard.is_divided or self.backend.device.type == "meta":
             return shard
         assert self.across is not None, "they are of ranks"
-        whole = HostShard(unit.layout)
-        whole.weights_on_disk = shard.weights_on_disk
-        if not shard.is_out:
-            whole.held[WEIGHTS.name] = shard.weight
+        pieces = dict[str, torch.Tensor]()
         for purpose in purposes:
             if not (numel := purpose.numel(unit.layout)) or not shard.has(purpose):
                 continue
             wanted = range(numel) if only is None else purpose.range(only)
             found = self.across.whole(unit, purpose, wanted, to=to)
             if to in (None, self.across.ranks.rank):
-                piece = whole.held[purpose.name] = torch.empty(numel, dtype=purpose.dtype)
+                piece = pieces[purpose.name] = torch.empty(numel, dtype=purpose.dtype)
                 piece[wanted.start : wanted.stop] = found
-        return whole
+        return shard.with_whole(pieces)
 
     def _move_to_disk(self, lacking: int) -> None:
-        """Let moments of the units that are needed last go to disk, ``lacking`` bytes of them, if there are
-        as many. [Note: placement]"""
-        found, freed, held = list[Unit](), 0, self.store.bytes_by_purpose().get(STATE_RING, 0)
-        purposes = {purpose for shard in self.store.shards for purpose in self.store.movable(shard)}
-        layouts = [shard.layout for shard in self.store.shards]
-        ring = ring_bytes(layouts, [*{*purposes, *self.store.on_disk()}], self.store.division)
-        ring, held = ring * self._num_ranks, held * self._num_ranks
-        for unit in (*reversed(self.units), self.root):
-            if freed < lacking + max(0, ring - held) and (moved := self.store.movable(self.shard(unit))):
-                found.append(unit)
-                freed += sum(moved.values())
-        if freed < lacking + max(0, ring - held):
+        """Let moments of the units that are needed last go to disk, so that ``lacking`` bytes more are free,
+        if there are as many. [Note: placement]"""
+        store, ranks = self.store, self.store.division.ranks
+        movable = {at: store.movable(store.shards[at]) for at in (len(self.units), *range(len(self.units)))}
+        purposes = {purpose for found in movable.values() for purpose in found} | {*store.on_disk()}
+        layouts = [shard.layout for shard in store.shards]
+        positions = make_room(
+            {at: sum(found.values()) for at, found in movable.items()},
+            lacking,
+            ring=ring_bytes(layouts, [*purposes], store.division) * ranks,
+            ring_now=store.bytes_by_purpose().get(STATE_RING, 0) * ranks,
+        )
+        if not positions:
             return
         self.wait_for_saving()
-        for unit in found:
-            self.await_state(unit)
-        self.store.move([self.shard(unit) for unit in found])
-        self.store.ring()
+        for position in positions:
+            self.await_state((*self.units, self.root)[position])
+        store.move(positions)
+        store.ring()
 
     def disk_bytes(self) -> dict[str, int]:
         """Bytes that the wrapped model holds on disk, by purpose."""
@@ -685,18 +680,19 @@ class Executor:
         return self.led("a place for the moments", partial(self._place_moments, purposes, given_up))
 
     def _place_moments(self, purposes: Sequence[Purpose], given_up: Sequence[Purpose]) -> frozenset[int]:
-        store, ranks = self.store, self._num_ranks
-        layouts = [shard.layout for shard in store.shards]
+        store, ranks = self.store, self.store.division.ranks
         goes = {purpose.name for purpose in given_up} | {STATE_RING}
         held = of_all_ranks(store.bytes_by_purpose(), ranks)
         room = self.host_available() + sum(held[name] for name in goes & held.keys())
         room -= max(0, self._for_inputs - self.inputs.places.nbytes * ranks)
-        stays = [purpose for purpose in store.on_disk() if purpose.name not in goes]
-        if not stays and sum(store.division.host_bytes(layouts, purposes).values()) <= room:
-            return frozenset()
-        ring = ring_bytes(layouts, [*purposes, *stays], store.division) * ranks
-        require(ON_DISK, Tier("host_memory", ring, room, REMEDY))
-        return beyond(state_sizes(layouts, purposes, store.division), room - ring)
+        return place_moments(
+            [shard.layout for shard in store.shards],
+            purposes,
+            room,
+            on_disk=[purpose for purpose in store.on_disk() if purpose.name not in goes],
+            may_write=store.can_move,
+            division=store.division,
+        )
 
     def add_moments(
         self, purposes: Sequence[Purpose], on_disk: Collection[int], in_place_of: Sequence[Purpose]

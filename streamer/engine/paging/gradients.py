@@ -36,6 +36,7 @@ from streamer.engine.paging.across_ranks import AcrossRanks, Reduced
 from streamer.engine.paging.early_updates import EarlyUpdates
 from streamer.engine.paging.host_gradient import Foreign, HostGradient, is_summed
 from streamer.engine.paging.norms import Norms, Squares, sum_squares
+from streamer.engine.paging.slots import GradientSlots
 from streamer.engine.paging.unit import Unit
 from streamer.engine.paging.weights import Weights
 from streamer.engine.schedule import op as ops
@@ -43,18 +44,15 @@ from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.guarded import Access, Kind, Tag, as_plain
 from streamer.errors import warn
-from streamer.memory.host import HostStore, array
-from streamer.memory.layout import Stretch
-from streamer.memory.purposes import FP32, GRADIENTS, STAGING, SUMS, host_bytes
-from streamer.memory.slots import GradientSlots, num_grad_slots
-from streamer.memory.verdict import Tier, require
+from streamer.store.host import HostStore
+from streamer.store.layout import Stretch
+from streamer.store.ledger import Tier, num_grad_slots, require
+from streamer.store.purposes import FP32, GRADIENTS, STAGING, STAGING_BUFFERS, SUMS, host_bytes
+from streamer.store.shard import array
 from streamer.torch_private import storage_id
 
 #: From so many steps on of which a layer's gradients are kept a warning says what that takes.
 MANY = 4
-#: Host buffers that gradients pass through with update="backward": one fills, one is read, two even out what
-#: varies.
-RING = 4
 
 
 class _OfLayer:
@@ -156,7 +154,9 @@ class Gradients:
         }
         self.norms = Norms(issuer, units, root, self.held)
         #: host buffers of gradients that are used up when they have arrived
-        self._staging: list[torch.Tensor] = store.staging(RING, self._nbytes) if in_backward else []
+        self._staging: list[torch.Tensor] = (
+            store.staging(STAGING_BUFFERS, self._nbytes) if in_backward else []
+        )
         self._next = 0
         #: by unit, the sums of squares of gradients that were added up on the host, one for each part
         self._added: dict[int, list[float]] = {}

@@ -19,8 +19,8 @@ from torch import nn
 
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.guarded import TAG, GuardedTensor, Tag, as_plain
-from streamer.memory.layout import Slice
-from streamer.memory.purposes import FP32
+from streamer.store.layout import Slice
+from streamer.store.purposes import FP32
 from streamer.torch_private import storage_owners
 
 _ADDRESS = operator.methodcaller("data_ptr")

@@ -29,9 +29,9 @@ from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.guarded import as_plain
-from streamer.memory.host import array
-from streamer.memory.layout import Layout
-from streamer.memory.shares import within
+from streamer.store.layout import Layout
+from streamer.store.shard import array
+from streamer.store.shares import within
 
 #: Elements whose squares are added up one after another.
 ROW = 4096

@@ -28,7 +28,7 @@ from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import Place
 from streamer.engine.tensors.saved import SavedBytes, storages
-from streamer.memory.verdict import Tier, require
+from streamer.store.ledger import Tier, require
 
 
 class Paged:

@@ -17,7 +17,7 @@ from torch import nn
 from streamer.engine.tensors.guarded import as_plain
 from streamer.engine.tensors.module_state import ModuleState
 from streamer.engine.tensors.parts import Composite, marked, plain_parts, plainly
-from streamer.memory.layout import Layout, Slice
+from streamer.store.layout import Layout, Slice
 from streamer.torch_private import set_accumulation_hook, storage_id
 
 BufferPlace = tuple[nn.Module, str]

@@ -14,17 +14,18 @@ from torch import nn
 from streamer.engine.disk.state import ShardUpdate, StatePager, masters_of
 from streamer.engine.disk.weights import Gather, WeightRing
 from streamer.engine.paging.across_ranks import AcrossRanks
+from streamer.engine.paging.slots import WeightSlots
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT, Place
 from streamer.engine.schedule.order import Order, Phase, Visit, farthest
 from streamer.engine.tensors.guarded import as_plain, not_a_number
-from streamer.memory.host import HostStore, streamed
-from streamer.memory.layout import Slice
-from streamer.memory.on_disk import WEIGHT_BUFFERS
-from streamer.memory.slots import WeightSlots
-from streamer.memory.verdict import host, require
+from streamer.store.host import HostStore
+from streamer.store.layout import Slice
+from streamer.store.ledger import host, require
+from streamer.store.shard import streamed
+from streamer.store.weights_on_disk import WEIGHT_BUFFERS
 from streamer.torch_private import storage_owners
 
 
@@ -59,10 +60,9 @@ class Weights:
         self._root = root
         self._store = store
         self._state = state
-        #: what weights on disk pass through, None where there are none
-        self._ring = WeightRing(issuer, store, state) if store.weight_ring else None
-        if self._ring is not None:
-            issuer.before_wait = self._ring.finish
+        #: what weights on disk pass through
+        self._ring = WeightRing(issuer, store, state)
+        issuer.before_wait = self._ring.finish
         #: by unit, that whose weights on disk the user's code has asked for, and has in memory; whether they
         #: have changed there
         self._brought: dict[int, bool] = {}
@@ -114,8 +114,7 @@ class Weights:
             self.end_flight(unit)
         finally:
             self.slots.leave(slot)
-            if self._ring is not None:
-                self._ring.release(unit.index)
+            self._ring.release(unit.index)
         # not after an error, which an error in here would replace; the next visit does the same
         self.fill_alone(is_alone)
         self.prefetch()
@@ -164,14 +163,12 @@ class Weights:
         would give up one that is needed sooner.
         """
         self._fetch_upcoming()
-        if self._ring is not None:
-            visits = islice(self._order.upcoming_visits(), len(self.slots.buffers) + WEIGHT_BUFFERS)
-            self._ring.fill(visit.unit for visit in visits if self._passes_ring(visit))
+        visits = islice(self._order.upcoming_visits(), len(self.slots.buffers) + WEIGHT_BUFFERS)
+        self._ring.fill(visit.unit for visit in visits if self._passes_ring(visit))
         self._is_settled = True
 
     def _passes_ring(self, visit: Visit) -> bool:
         """Whether a visit to come needs its unit's weights in the ring: for the slot, or to be updated."""
-        assert self._ring is not None, "they are on disk"
         index = visit.unit
         in_slot = index not in self._outdated and self.slots.find(index) is not None
         return not in_slot or self._ring.updated_in(index) is visit.phase
@@ -235,7 +232,7 @@ class Weights:
     def update(self, unit: Unit, work: ShardUpdate, nbytes: int, source: Place) -> None:
         """Queue ``work``, which moves ``nbytes`` of host memory, for the shard of ``unit``, from the gradient
         in ``source``. Where its weights are on disk, it may be issued when they are read."""
-        if self._ring is not None and self._ring.passes(unit.index):
+        if self._ring.passes(unit.index):
             self._ring.update(unit.index, work, nbytes, source)
             if unit.index in self._brought:
                 self._stale.add(unit.index)
@@ -256,7 +253,6 @@ class Weights:
         Of ranks each has a copy of its own, for the user alone: what is on disk is what runs. What all write
         is written there at once, by `write_through`.
         """
-        assert self._ring is not None, "they are on disk"
         shard = self._store.shards[unit.index]
         self._await_masters(unit)
         self._ring.forget(unit.index)
@@ -266,7 +262,7 @@ class Weights:
             f"the weights of '{unit.name}', which are on disk",
             host(nbytes, self._issuer.backend.host_available(), remedy),
         )
-        shard.bring_in(self._store.disk_buffer)
+        shard.bring_in(self._store.disks.buffer)
         self._brought[unit.index] = False
         for slice, param in unit.placed():
             param.data = slice.own(shard.weight)
@@ -290,7 +286,7 @@ class Weights:
             return
         self._await_masters(unit)
         shard, has_changed = self._store.shards[index], self._brought[index] and not self._store.is_shared
-        if has_changed and shard.unwritable():
+        if has_changed and shard.weights_on_disk.unwritable(shard.brought):
             self._stays.add(index)
             return
         del self._brought[index]
@@ -305,8 +301,7 @@ class Weights:
 
     def gather_by(self, gather: Gather) -> None:
         """Machines divide the state: ``gather`` completes weights on disk that this rank has updated."""
-        if self._ring is not None:
-            self._ring.gather = gather
+        self._ring.gather = gather
 
     def write_through(self, units: Iterable[Unit]) -> None:
         """The user's code has written parameters of ``units`` on this rank, the first one of its machine:
@@ -315,12 +310,12 @@ class Weights:
             if unit.index in self._brought:
                 self._await_masters(unit)
                 shard = self._store.shards[unit.index]
-                if names := shard.unwritable():
+                if names := shard.weights_on_disk.unwritable(shard.brought):
                     raise RuntimeError(
                         f"'{names[0]}' is frozen and read from its file at every use, so ranks cannot write "
                         "it: make the model without disk=True, which takes it into memory"
                     )
-                shard.write_back()
+                shard.weights_on_disk.store(shard.brought)
 
     def follow(self, units: Iterable[Unit]) -> None:
         """Ranks have written ``units``, all of them or the first one of each machine for all of it: take over
@@ -328,10 +323,10 @@ class Weights:
         self.fill_alone(False)
         for unit in units:
             if unit.index in self._brought:
-                assert self._ring is not None, "it was brought from disk"
                 self._await_masters(unit)
                 self._ring.forget(unit.index)
-                self._store.shards[unit.index].read_again()
+                shard = self._store.shards[unit.index]
+                shard.weights_on_disk.fetch(shard.brought)
             if unit.index == ROOT:
                 self.refresh_root()
             else:
@@ -343,8 +338,7 @@ class Weights:
             self._order, self._before = self._before.order, None
         for unit in self._units:
             self._reshard(unit.index)
-        if self._ring is not None:
-            self._ring.begin_anew()
+        self._ring.begin_anew()
 
     def brought_bytes(self) -> int:
         """Bytes of host memory of weights on disk that the user's code has asked for."""
@@ -372,8 +366,7 @@ class Weights:
     def replaced(self, unit: Unit) -> None:
         """All of ``unit``'s host shard was exchanged, what is frozen too."""
         self.fill_alone(False)
-        if self._ring is not None:
-            self._ring.forget(unit.index)
+        self._ring.forget(unit.index)
         if unit.index in self._brought:
             self._brought[unit.index] = True
             if self._store.is_shared:
@@ -398,7 +391,8 @@ class Weights:
         """The caller has waited for the update of ``unit``."""
         if unit.index in self.in_flight and not self._is_out(unit):
             if unit.index in self._stale:
-                self._store.shards[unit.index].read_again()
+                shard = self._store.shards[unit.index]
+                shard.weights_on_disk.fetch(shard.brought)
                 self._stale.discard(unit.index)
             self.in_flight.discard(unit.index)
 
@@ -621,7 +615,7 @@ class Weights:
         """What is in the slot of ``unit`` may be old, which ranks that gather do not all find out at the same
         time: let it be new, and nothing else be changed. ``is_own`` says that it is not what runs, where that
         is on disk."""
-        from_disk = self._ring is not None and self._ring.passes(unit.index)
+        from_disk = self._ring.passes(unit.index)
         if self._across is None or self._before is not None or (from_disk and not is_own):
             self._reshard(unit.index)
         elif not from_disk and (slot := self.slots.find(unit.index)) is not None:
@@ -631,7 +625,7 @@ class Weights:
         """Queue the copy of ``unit`` into a slot; what is trained is enough where it is there already, but
         outdated. Ranks that gather copy a part each, unless this one is to have it ``alone``."""
         place = None
-        if self._ring is not None and self._ring.passes(unit.index):
+        if self._ring.passes(unit.index):
             source, place = self._ring.source(unit.index)
         else:
             source = self._store.shards[unit.index].weight

@@ -14,7 +14,7 @@ from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.guarded import Access, Kind, Tag, guard_parameter, unguard_parameter
-from streamer.memory.layout import Slice
+from streamer.store.layout import Slice
 
 #: What every module of a wrapped model has of its own in place of its class's.
 GUARDS = ("_apply", "__deepcopy__", "__reduce_ex__", "zero_grad")

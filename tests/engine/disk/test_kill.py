@@ -25,7 +25,7 @@ TRAINS = f"""
 import os, sys
 from pathlib import Path
 import torch, streamer
-from streamer.memory import on_disk
+from streamer.store import on_disk
 from tests.on_disk import CHUNK, Model, disks, least_budget, loss_of
 
 torch.set_num_threads(1)

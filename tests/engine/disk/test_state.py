@@ -17,6 +17,7 @@ from torch import nn
 
 import streamer
 from streamer.engine.wrapped.handle import wrapped
+from streamer.store.ledger import UNLIMITED
 from tests.on_disk import Model, copied, disks, end_of, least_budget, loss_of, small_chunks
 from tests.reference import assert_equal
 
@@ -187,7 +188,7 @@ def trained(case: Case, folder: Path | None) -> list[dict[str, Any]]:
         if folder is not None and case.budget == "least":
             assert "weights" in executor.disk_bytes()
         if case.backwards > 1:
-            executor.host_limit = None  # the sums of gradients come on top
+            executor.host_limit = UNLIMITED  # the sums of gradients come on top
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) if case.scaler else None
         seen = [step(case, model, optimizer, number, scaler) for number in range(STEPS)]
         return [*seen, end_of(model, optimizer), {"skipped": streamer.stats(model).skipped_steps}]

@@ -26,9 +26,10 @@ from streamer.backends.disk import Disks, Scratch
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import DiskError
-from streamer.memory.on_disk import RING, WEIGHT_BUFFERS
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import CPU, Machine
+from streamer.store.on_disk import RING
+from streamer.store.weights_on_disk import WEIGHT_BUFFERS
 from tests.on_disk import Model, a_step, adamw, copied, disks, end_of, least_budget, loss_of, small_chunks
 from tests.reference import assert_equal
 
@@ -293,7 +294,7 @@ def test_a_step_moves_as_many_bytes_as_the_disk_holds(
     """State is read and written once. Weights are read for forward and for backward and written once. The
     ops say so, too."""
     # scales of so many elements are a page
-    monkeypatch.setattr("streamer.memory.on_disk.CHUNK_ELEMENTS", 1 << 18)
+    monkeypatch.setattr("streamer.store.on_disk.CHUNK_ELEMENTS", 1 << 18)
     counting = Counting(tmp_path)
     model = Matrices(width=4096)
     options: dict[str, Any] = {"layers": "layers", "device": "cpu", "dtype": BF16, "update": update}

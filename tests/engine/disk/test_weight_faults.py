@@ -11,7 +11,7 @@ import pytest
 
 import streamer
 from streamer.backends.disk import Disks, Scratch
-from streamer.memory import on_disk
+from streamer.store import on_disk
 from tests.engine.disk.test_weights import LAYERS, Net, executor_of, least_memory, net, train, unwrapped
 from tests.on_disk import Faults
 

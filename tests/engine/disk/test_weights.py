@@ -17,7 +17,7 @@ import streamer
 from streamer.backends.disk import Disks, Scratch
 from streamer.engine.paging.executor import Executor
 from streamer.engine.wrapped.handle import wrapped
-from streamer.memory import on_disk
+from streamer.store import on_disk
 from tests.on_disk import least_of
 
 VOCABULARY, WIDTH, LAYERS = 97, 64, 5

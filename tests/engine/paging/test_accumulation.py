@@ -16,7 +16,7 @@ import streamer
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.schedule.op import Op, OpKind
 from streamer.engine.wrapped.handle import wrapped
-from streamer.memory.purposes import SUMS
+from streamer.store.purposes import SUMS
 from tests.reference import LossOf, gradients, language_loss, streamed, tiny_gpt
 
 SHORT = [torch.bfloat16, torch.float16]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from functools import partial
+
 import pytest
 import torch
 
 from streamer.backends.direct_io import ALIGNMENT
 from streamer.backends.disk import Extent
-from streamer.memory import on_disk
-from streamer.memory.host import HostStore
-from streamer.memory.layout import Layout, Param
-from streamer.memory.on_disk import WeightsInScratch, chunks_of
-from streamer.memory.placement import weights_on_disk_bytes
-from streamer.memory.purposes import ALL_MOMENTS, GRADIENTS, MOMENTS, SUMS
-from streamer.memory.shares import Division, Share, shares_of
 from streamer.optim.update import ParamUpdate, UnitUpdate, update_shard
+from streamer.store import weights_on_disk
+from streamer.store.host import HostStore
+from streamer.store.layout import Layout, Param
+from streamer.store.on_disk import chunks_of
+from streamer.store.placement import weights_on_disk_bytes
+from streamer.store.purposes import ALL_MOMENTS, GRADIENTS, MOMENTS, SUMS
+from streamer.store.shares import Division, Share, shares_of
+from streamer.store.weights_on_disk import WeightsInScratch
 from streamer_native import BLOCK, QUANTUM, Hyper
 
 #: Parameters of less than a block, of blocks and a rest, and without elements.
@@ -114,7 +119,7 @@ class Drive:
 def test_weights_on_disk_are_what_each_rank_has_written_of_its_share(
     size: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(on_disk, "WEIGHTS_PIECE", piece)
+    monkeypatch.setattr(weights_on_disk, "WEIGHTS_PIECE", piece)
     of, blocks = layout(torch.bfloat16, torch.float32), dict[int, torch.Tensor]()
 
     def uint8(nbytes: int) -> torch.Tensor:
@@ -153,6 +158,19 @@ def test_a_unit_that_is_frozen_has_nothing_to_share() -> None:
     assert shares_of(of, 2) == [Share(0, 0, 0, 0, 0, 0)] * 2
 
 
+def ranks_of(of: Layout, size: int) -> list[HostStore]:
+    """The stores of so many ranks, which share the memory."""
+    buffers = dict[int, torch.Tensor]()
+
+    def allocate(count: Iterator[int], nbytes: int, *, pinned: bool) -> torch.Tensor:
+        return buffers.setdefault(next(count), torch.zeros(nbytes, dtype=torch.uint8))
+
+    return [
+        HostStore([of], partial(allocate, itertools.count()), division=Division(size), rank=rank)
+        for rank in range(size)
+    ]
+
+
 @pytest.mark.parametrize(
     ("dtype", "state_dtype"),
     [
@@ -168,13 +186,14 @@ def test_updates_of_shares_are_the_update_of_the_whole(
     dtype: torch.dtype, state_dtype: torch.dtype, *, summed: bool
 ) -> None:
     of = layout(dtype)
-    stores = [HostStore([of], lambda n, *, pinned: torch.zeros(n, dtype=torch.uint8)) for _ in range(2)]
+    alone, together = ranks_of(of, 1), ranks_of(of, 3)
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(each.numel, generator=generator) for each in of.slices]
     gradient = [torch.randn(each.numel, generator=generator) for each in of.slices]
-    for store in stores:
-        store.add([GRADIENTS, SUMS, *MOMENTS[state_dtype]])
-        (shard,) = store.shards
+    for stores in (alone, together):
+        for store in stores:
+            store.add([GRADIENTS, SUMS, *MOMENTS[state_dtype]])
+        (shard,) = stores[0].shards
         for each, weight, grad in zip(of.slices, weights, gradient, strict=True):
             shard.load(each, weight.view(each.param.shape))
             if each.param.trainable:
@@ -186,11 +205,9 @@ def test_updates_of_shares_are_the_update_of_the_whole(
         updates = [
             ParamUpdate(each, hyper, summed=summed and dtype != torch.float32) for each in of.trainable
         ]
-        for store, shares in zip(stores, (1, 3), strict=True):
-            (shard,) = store.shards
-            for shard.share in shares_of(of, shares):
-                update_shard(shard, UnitUpdate.of(updates, state_dtype), 0.5, seed=3)
-    (whole,), (shared,) = (store.shards for store in stores)
+        for store in (*alone, *together):
+            update_shard(store.shards[0], UnitUpdate.of(updates, state_dtype), 0.5, seed=3)
+    (whole,), (shared,) = alone[0].shards, together[0].shards
     assert whole.held.keys() == shared.held.keys() > {purpose.name for purpose in MOMENTS[state_dtype]}
     assert {purpose.name for purpose in ALL_MOMENTS} & whole.held.keys()
     for name, piece in whole.held.items():

@@ -40,6 +40,11 @@ class Stretch:
         """Bytes in the weight and gradient buffers."""
         return self.numel * self.dtype.itemsize
 
+    @property
+    def bytes(self) -> range:
+        """The bytes themselves."""
+        return range(self.offset, self.offset + self.nbytes)
+
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """The elements in a unit's flat uint8 buffer of weights or gradients, in their dtype."""
         return buffer[self.offset : self.offset + self.nbytes].view(self.dtype)

@@ -1,5 +1,5 @@
 """Which share of each unit's optimizer state a rank updates, and what of it each of several machines holds.
-Pure arithmetic.
+One process is a rank of one. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from streamer.memory.layout import Layout, Slice, Stretch
-from streamer.memory.purposes import DIVIDED, SHARD_ALIGN, Purpose
+from streamer.store.layout import Layout, Slice, Stretch
+from streamer.store.purposes import DIVIDED, SHARD_ALIGN, Purpose
 from streamer_native import BLOCK, QUANTUM
 
 
@@ -76,6 +76,17 @@ def _cut(layout: Layout, element: int) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
+class Owned:
+    """What of a unit one rank has to do with: it writes ``share`` on its machine, whose ranks update the
+    ``parts`` of a state, this one's at ``rank``. Where other machines have parts too, it ``is_divided``."""
+
+    share: Share
+    parts: tuple[Share, ...]
+    rank: int
+    is_divided: bool
+
+
+@dataclass(frozen=True)
 class Division:
     """So many ``ranks`` of each machine share a state, which so many ``machines`` divide among them, or of
     which each has the whole if that is 1."""
@@ -88,6 +99,13 @@ class Division:
         of the share are for the ranks of that number of the other machines."""
         of_ranks = [parts_of(layout, share, self.machines) for share in shares_of(layout, self.ranks)]
         return [list(of_machine) for of_machine in zip(*of_ranks, strict=True)]
+
+    def owned(self, layout: Layout, *, machine: int = 0, rank: int = 0) -> Owned:
+        """What that ``rank`` of the ``machine`` has to do with; where each machine has the whole of a state,
+        all are alike."""
+        is_divided = self.machines > 1
+        parts = self.parts(layout)[machine if is_divided else 0]
+        return Owned(shares_of(layout, self.ranks)[rank], tuple(parts), rank, is_divided)
 
     def nbytes(self, purpose: Purpose, layout: Layout) -> int:
         """Bytes that a unit takes on each machine: as many on all, though parts are not all of one size."""

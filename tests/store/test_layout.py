@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from streamer.engine.schedule.op import ROOT
-from streamer.memory.layout import ALIGN, Layout, Param, Slice, Stretch
 from streamer.model.units import make_units
+from streamer.store.layout import ALIGN, Layout, Param, Slice, Stretch
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 

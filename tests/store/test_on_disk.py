@@ -14,10 +14,12 @@ from streamer.backends.direct_io import ALIGNMENT
 from streamer.backends.disk import Extent
 from streamer.backends.stored_tensors import StoredTensor
 from streamer.errors import DiskError
-from streamer.memory.layout import Layout, Param
-from streamer.memory.on_disk import StateOnDisk, WeightsInFiles, chunks_of
-from streamer.memory.purposes import FP32, MOMENTS
-from streamer.memory.shares import shares_of
+from streamer.store import weights_on_disk
+from streamer.store.layout import Layout, Param
+from streamer.store.on_disk import StateOnDisk, chunks_of
+from streamer.store.purposes import FP32, MOMENTS
+from streamer.store.shares import shares_of
+from streamer.store.weights_on_disk import WeightsInFiles, WeightsInScratch
 
 #: A long parameter, and short ones that are in a chunk with others.
 LAYOUT = Layout.of(
@@ -63,7 +65,8 @@ class Drive:
 
     def __init__(self, *, is_shared: bool) -> None:
         self.is_shared = is_shared
-        self.fails = False
+        #: writes that succeed before all fail
+        self.writes_left = 1 << 30
         self.values: dict[Extent, torch.Tensor] = {}
         self.moved: Counter[str] = Counter()
 
@@ -95,16 +98,20 @@ class Drive:
 
     def write(self, extent: Extent, source: torch.Tensor, part: range | None = None) -> None:
         there = self._part("written", extent, source, part)
-        if self.fails:
+        self.writes_left -= 1
+        if self.writes_left < 0:
             raise DiskError("broken")
         there.copy_(source[: len(there)])
 
 
 def state_on(drive: Drive, most: int) -> StateOnDisk:
     state = StateOnDisk(
-        LAYOUT, chunks_of(LAYOUT, most=most), lambda nbytes: torch.full((nbytes,), 170, dtype=torch.uint8)
+        LAYOUT,
+        chunks_of(LAYOUT, most=most),
+        range(LAYOUT.state_numel),
+        lambda nbytes: torch.full((nbytes,), 170, dtype=torch.uint8),
     )
-    state.add(EXP_AVG, drive, state.extents(EXP_AVG, drive))
+    state.add(state.reserve(EXP_AVG, drive))
     return state
 
 
@@ -129,7 +136,7 @@ def test_a_short_parameter_moves_its_own_blocks_alone() -> None:
     drive = Drive(is_shared=False)
     state = state_on(drive, 1 << 20)
     (chunk,) = state.chunks
-    whole, short = drive.padded(chunk.nbytes(EXP_AVG)), EXP_AVG.range(LAYOUT.slices[1])
+    whole, short = drive.padded(len(chunk.bytes(EXP_AVG))), EXP_AVG.range(LAYOUT.slices[1])
     # as long as nothing is there, all of it has to be written
     state.write(EXP_AVG, short, torch.ones(len(short)))
     assert drive.moved == {"written": whole}
@@ -148,10 +155,10 @@ def test_of_a_chunk_that_is_lost_all_is_written() -> None:
     state = state_on(drive, 1 << 20)
     everything, short = range(LAYOUT.state_numel), EXP_AVG.range(LAYOUT.slices[1])
     state.write(EXP_AVG, everything, torch.ones(LAYOUT.state_numel))
-    drive.fails = True
+    drive.writes_left = 0
     with pytest.raises(DiskError, match="broken"):
         state.write(EXP_AVG, short, torch.zeros(len(short)))
-    drive.fails = False
+    drive.writes_left = 1 << 30
     with pytest.raises(DiskError, match="is lost"):
         state.read(EXP_AVG, short)
     drive.moved.clear()
@@ -161,3 +168,24 @@ def test_of_a_chunk_that_is_lost_all_is_written() -> None:
     assert values[short.start : short.stop].unique().tolist() == [0.0]
     values[short.start : short.stop] = torch.nan
     assert values.isnan().all(), "nobody knows what the others were"
+
+
+def test_weights_that_could_not_be_written_are_lost_until_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_on_disk, "WEIGHTS_PIECE", 1 << 13)
+    # one is in the piece that is written before a write fails, and is lost with the others
+    of = Layout.of(Param(f"{numel}", (numel,), torch.bfloat16, True) for numel in (40, 9000, 300))
+    drive, share = Drive(is_shared=False), shares_of(of, 1)[0]
+    weights = WeightsInScratch(of, drive, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), share=share)
+    buffer = torch.ones(weights.padded_bytes, dtype=torch.uint8)
+    weights.store(buffer)
+    drive.writes_left = 1
+    with pytest.raises(DiskError, match="broken"):
+        weights.store(buffer)
+    drive.writes_left = 1 << 30
+    for slice in of.slices:
+        with pytest.raises(DiskError, match="weights on disk .* is lost"):
+            weights.read(slice)
+    with pytest.raises(DiskError, match="is lost"):
+        weights.fetch(buffer)
+    weights.store(buffer.fill_(2))
+    assert all(weights.read(slice).view(torch.uint8).eq(2).all() for slice in of.slices)

@@ -1,59 +1,14 @@
-"""The device ring: buffers that are allocated once and used for one unit after another."""
+"""The slots: device buffers that are allocated once and used for one unit after another."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from streamer.memory.layout import ALIGN_BYTES, Layout
-from streamer.memory.shares import Division
-
-#: What device memory is for.
-WEIGHT_SLOTS, GRAD_SLOTS = "weight slots", "gradient slots"
-ROOT_WEIGHTS, ROOT_GRADIENTS, BUFFERS = "root weights", "root gradients", "buffers"
-
-#: What ranks average gradients of a shorter dtype than fp32 in.
-AVERAGING = "averaging over ranks"
-#: Bytes of it at most.
-MOST_AVERAGING = 64 << 20
-
-#: Gradient slots that there are at most.
-MOST_GRAD_SLOTS = 2
-
 Allocate = Callable[[int], torch.Tensor]
-
-
-def num_grad_slots(num_slots: int) -> int:
-    """Gradient slots beside ``num_slots`` weight slots: one is filled while another leaves."""
-    return min(num_slots, MOST_GRAD_SLOTS)
-
-
-def reduce_bytes(layouts: Iterable[Layout]) -> int:
-    """Bytes in which ranks average the gradients of units of these layouts, a piece after another."""
-    short = [
-        4 * layout.state_numel
-        for layout in layouts
-        if any(each.dtype != torch.float32 for each in layout.trainable)
-    ]
-    return min(MOST_AVERAGING, max(short, default=0))
-
-
-def gather_bytes(layouts: Iterable[Layout], division: Division) -> int:
-    """Bytes through which ranks gather weights of units of these layouts from other machines, a piece after
-    another: room for what a rank sends, and for what it gets of each machine."""
-    if division.machines == 1:
-        return 0
-    longest = max(
-        part.stop_byte - part.first_byte
-        for layout in layouts
-        for parts in division.parts(layout)
-        for part in parts
-    )
-    pieces = division.machines + 1
-    return pieces * -(-min(MOST_AVERAGING // pieces, longest) // ALIGN_BYTES) * ALIGN_BYTES
 
 
 class WeightSlots:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from streamer.memory.layout import Layout, Slice, num_blocks
+from streamer.store.layout import Layout, Slice, num_blocks
 
 #: Every shard starts at a multiple of this many bytes in its buffer, as every parameter does in a shard.
 SHARD_ALIGN = 64
@@ -23,6 +23,11 @@ class Purpose:
     numel: Callable[[Layout], int]
     part: Callable[[Slice, torch.Tensor], torch.Tensor] = Slice.state
     pinned: bool = False
+
+    def bytes(self, elements: range) -> range:
+        """The bytes of these elements (or blocks) in a unit's flat buffer."""
+        size = self.dtype.itemsize
+        return range(elements.start * size, elements.stop * size)
 
     def range(self, slice: Slice) -> range:
         """Where a parameter's elements (or blocks) lie in a unit's flat buffer of optimizer state."""
@@ -65,6 +70,8 @@ GRADIENTS = Purpose("gradients", torch.uint8, lambda layout: layout.grad_nbytes,
 SUMS = Purpose("gradient sums", FP32, _state_of(BF16, FP16), pinned=True)  # the root's come as sums
 #: Gradients that have left the device and are used up at once: a ring of buffers, each for any layer's.
 STAGING = "gradient staging"
+#: Such buffers where layers are updated in backward: one fills, one is read, two even out what varies.
+STAGING_BUFFERS = 4
 #: Buffers that optimizer state on disk passes through when it is updated.
 STATE_RING = "ring of state on disk"
 #: Buffers that weights on disk pass through on their way to the device.

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from streamer.memory.host import HostShard, HostStore, streamed
-from streamer.memory.layout import Layout, Param, Slice
-from streamer.memory.purposes import (
+from streamer.store.host import HostStore
+from streamer.store.layout import Layout, Param, Slice
+from streamer.store.ledger import Ledger
+from streamer.store.purposes import (
     GRADIENTS,
     MASTERS,
     MODEL,
@@ -21,7 +22,7 @@ from streamer.memory.purposes import (
     WEIGHTS,
     host_bytes,
 )
-from streamer.planner.ledger import Ledger
+from streamer.store.shard import HostShard, streamed
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16, FP16)
@@ -244,7 +245,12 @@ def test_only_what_crosses_the_bus_is_pinned() -> None:
         asked[pinned] += nbytes
         return zeros(nbytes, pinned=pinned)
 
+    def pin(buffer: torch.Tensor) -> None:
+        asked[True] += buffer.numel()
+        asked[False] -= buffer.numel()
+
     store = HostStore(MANY, allocate)
+    store.pin(pin)
     store.add([GRADIENTS, SUMS, *MOMENTS[FP32]])
     store.staging(2, 4096)
     assert Ledger({}, store.bytes_by_purpose() | {SAVED_INPUTS: 7}).pinned_host_bytes == asked[True] + 7

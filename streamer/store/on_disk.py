@@ -1,0 +1,338 @@
+"""What a unit has of its optimizer state on disk: a piece for each chunk and purpose, none where all is in
+memory.
+
+A chunk is a range of the unit's elements, small enough for a ring of a few buffers whatever the model's size.
+Each purpose has a piece of its own for each chunk, so that what is read is what is wanted.
+
+While a chunk is updated the disk has its state of before, and memory the weights of after. If the write that
+follows fails, the chunk is lost: reading it raises DiskError until it is written. Where only a part of it is,
+by a checkpoint that is loaded, the rest is NaN from then on. Weights on disk are lost in the same way.
+
+The ranks of a machine share what is on its disk. No chunk is in two ranks' shares: what all ranks write is
+written by the one that owns the chunk, and any of them may read it. Where machines divide the state each has
+on its disk the chunks that its ranks update, and all of the weights. [Note: ranks]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+
+from streamer.backends.disk import Extent
+from streamer.errors import DiskError
+from streamer.store.layout import Layout, Slice
+from streamer.store.purposes import Purpose
+from streamer.store.shares import Division
+from streamer_native import QUANTUM
+
+#: Elements of a chunk at most. A multiple of the runs that share a draw of random bits.
+CHUNK_ELEMENTS = 1 << 23
+#: Buffers of the ring that chunks pass through: one is read, one is updated, one is written.
+RING = 3
+
+#: Gives memory for transfers, flat uint8.
+Allocate = Callable[[int], torch.Tensor]
+
+
+class Disk(Protocol):
+    """Where extents lie, which come into being together: see `streamer.backends.disk.Scratch`."""
+
+    @property
+    def is_shared(self) -> bool: ...
+
+    def padded(self, nbytes: int) -> int: ...
+
+    def extent(self, nbytes: int) -> Extent: ...
+
+    def allocate(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def read(self, extent: Extent, into: torch.Tensor, part: range | None = None) -> None: ...
+
+    def write(self, extent: Extent, source: torch.Tensor, part: range | None = None) -> None: ...
+
+
+@dataclass(eq=False)
+class Piece:
+    """Bytes ``first`` to ``stop`` of a buffer of ``what``, in an extent of ``disk``. What moves begins with a
+    block, at byte ``start``, and ends with one: neighbours of other ranks have the rest of both blocks."""
+
+    what: str
+
+    disk: Disk
+    extent: Extent
+    start: int
+    first: int
+    stop: int
+    is_own: bool
+    #: what is to be written here is in memory alone
+    is_lost: bool = False
+    _is_written: bool = False
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it may have other values than zeros: other ranks may have written it."""
+        return self._is_written or self.disk.is_shared
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that move."""
+        return self.extent.padded_bytes
+
+    @property
+    def moved(self) -> slice:
+        """What moves of the buffer."""
+        return slice(self.start, self.start + self.nbytes)
+
+    def read(self, into: torch.Tensor, part: range | None = None) -> None:
+        """Bring it, or ``part`` of its bytes, to ``into``, flat uint8. What was never written is zero, as
+        memory would be, and is not read. Raises DiskError if it is lost."""
+        if self.is_lost:
+            raise DiskError(
+                f"a part of {self.what} on disk ({self.extent.nbytes} bytes) is lost: it could not be "
+                "written after an update; load a checkpoint"
+            )
+        if self.is_written:
+            self.disk.read(self.extent, into, part)
+        else:
+            into.zero_()
+
+    def write(self, source: torch.Tensor, part: range | None = None) -> None:
+        """Write it, or ``part`` of its bytes, from ``source``, flat uint8; it is lost if that fails."""
+        self.is_lost = True
+        self.disk.write(self.extent, source, part)
+        self.is_lost, self._is_written = False, True
+
+
+def write_together(pieces: Sequence[tuple[Piece, torch.Tensor]]) -> None:
+    """Write each of ``pieces`` from its buffer, flat uint8. All of them are lost if one write fails."""
+    for piece, _ in pieces:
+        piece.is_lost = True
+    for piece, source in pieces:
+        piece.write(source)
+        piece.is_lost = True  # until the others are there too
+    for piece, _ in pieces:
+        piece.is_lost = False
+
+
+def read_bytes(pieces: Iterable[Piece], wanted: range, allocate: Allocate) -> torch.Tensor:
+    """A copy, flat uint8, of the bytes ``wanted`` of a buffer that is in ``pieces``."""
+    values = torch.empty(len(wanted), dtype=torch.uint8)
+    for piece, common in _overlapping(pieces, wanted):
+        moved = _blocks(piece, common)
+        buffer = allocate(len(moved))
+        piece.read(buffer, moved)
+        values[_within(common, wanted.start)] = buffer[_within(common, piece.start + moved.start)]
+    return values
+
+
+def write_bytes(pieces: Iterable[Piece], wanted: range, values: torch.Tensor, allocate: Allocate) -> None:
+    """Set the bytes ``wanted`` of a buffer that is in ``pieces`` to ``values``, flat uint8. What else is in a
+    piece stays as it is; where that is lost it is NaN from then on."""
+    for piece, common in _overlapping(pieces, wanted):
+        is_there = piece.is_written and not piece.is_lost
+        moved = _blocks(piece, common) if is_there else range(piece.nbytes)
+        buffer = allocate(len(moved))
+        if piece.is_lost:
+            # bytes of ones are NaN in every floating-point format
+            buffer.fill_(255)
+        elif len(common) < piece.stop - piece.first:
+            piece.read(buffer, moved)
+        buffer[_within(common, piece.start + moved.start)] = values[_within(common, wanted.start)]
+        piece.write(buffer, moved)
+
+
+def _overlapping(pieces: Iterable[Piece], wanted: range) -> Iterator[tuple[Piece, range]]:
+    """The pieces that hold some of the bytes ``wanted``, and which."""
+    for piece in pieces:
+        common = range(max(piece.first, wanted.start), min(piece.stop, wanted.stop))
+        if common:
+            yield piece, common
+
+
+def _blocks(piece: Piece, wanted: range) -> range:
+    """The bytes of the piece that move where these bytes of the buffer are ``wanted``."""
+    first, stop, padded = wanted.start - piece.start, wanted.stop - piece.start, piece.disk.padded
+    return range(first - first % padded(1), padded(stop))
+
+
+def _within(places: range, begin: int) -> slice:
+    """Where ``places`` lie in a buffer that begins with the place ``begin``."""
+    return slice(places.start - begin, places.stop - begin)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements ``start`` to ``stop`` of a unit's flat state, and their blocks of 256 elements. ``number`` is
+    another one for every chunk of a model."""
+
+    number: int
+    start: int
+    stop: int
+    first_block: int
+    stop_block: int
+
+    def bytes(self, purpose: Purpose) -> range:
+        """The bytes of `range`."""
+        return purpose.bytes(self.range(purpose))
+
+    def range(self, purpose: Purpose) -> range:
+        """What the chunk has of a unit's flat buffer for ``purpose``."""
+        if purpose.part is Slice.blocks:
+            return range(self.first_block, self.stop_block)
+        return range(self.start, self.stop)
+
+
+def chunks_of(
+    layout: Layout,
+    *,
+    first_number: int = 0,
+    most: int | None = None,
+    division: Division | None = None,
+    machine: int | None = None,
+) -> tuple[Chunk, ...]:
+    """Cut a unit's state into chunks of at most ``most`` elements (`CHUNK_ELEMENTS` if None), each of which
+    one rank updates, as ``division`` says; of a state that machines divide those of one ``machine``, or of
+    all of them if None.
+
+    A chunk begins where a parameter or what a rank updates begins, or a multiple of ``most`` elements after
+    that, so that an update of chunks draws the random bits of an update of the whole.
+    """
+    most = most or CHUNK_ELEMENTS
+    parts = (division or Division()).parts(layout)
+    edges = {part.start for of_machine in parts for part in of_machine}
+    begins: list[tuple[int, int]] = []  # elements and blocks
+    filled = most
+    for slice in layout.trainable:
+        inside = sorted(edge - slice.index for edge in edges if 0 < edge - slice.index < slice.padded)
+        for start, stop in pairwise([0, *inside, slice.padded]):
+            if filled + stop - start > most or slice.index + start in edges:
+                places = range(start, min(stop, slice.numel), most)
+                begins += [(slice.index + at, slice.block + at // QUANTUM) for at in places]
+                filled = stop - places[-1] if places else filled
+            else:
+                filled += stop - start
+    ends = [*begins[1:], (layout.state_numel, layout.state_blocks)][: len(begins)]
+    found = (
+        (start, stop, first_block, stop_block)
+        for (start, first_block), (stop, stop_block) in zip(begins, ends, strict=True)
+        if machine is None or any(start in part.elements for part in parts[machine])
+    )
+    return tuple(Chunk(first_number + number, *each) for number, each in enumerate(found))
+
+
+class StatePart(NamedTuple):
+    """What a unit has on ``disk`` for one purpose, a piece for each of its chunks; none if the unit has
+    nothing of ``purpose``, or its machine no part of it."""
+
+    purpose: Purpose
+    disk: Disk
+    pieces: tuple[Piece, ...]
+
+
+class StateOnDisk:
+    """The optimizer state that one unit has on disk. Callers see to it that nobody reads or writes a chunk
+    meanwhile."""
+
+    def __init__(self, layout: Layout, chunks: Sequence[Chunk], updated: range, allocate: Allocate) -> None:
+        """``chunks`` are those of this machine; this rank updates and writes the elements ``updated``."""
+        self._layout = layout
+        self._chunks = tuple(chunks)
+        self._own = tuple(chunk for chunk in chunks if chunk.start in updated)
+        self._allocate = allocate
+        self._parts: dict[str, StatePart] = {}
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The chunks that are on disk."""
+        return self._chunks if self._parts else ()
+
+    @property
+    def own(self) -> tuple[Chunk, ...]:
+        """Those that this rank updates and writes."""
+        return self._own if self._parts else ()
+
+    def reserve(self, purpose: Purpose, disk: Disk) -> StatePart:
+        """A place on ``disk`` for ``purpose``, to be given to `add` when the disk has allocated it."""
+        chunks = self._chunks if purpose.numel(self._layout) else ()
+        what, pieces = f"optimizer state ({purpose.name})", list[Piece]()
+        for chunk in chunks:
+            place, is_own = chunk.bytes(purpose), chunk in self._own
+            extent = disk.extent(len(place))
+            pieces.append(Piece(what, disk, extent, place.start, place.start, place.stop, is_own))
+        return StatePart(purpose, disk, tuple(pieces))
+
+    def add(self, part: StatePart) -> None:
+        """Have ``part``, which is zero, if the unit has anything of its purpose."""
+        if part.purpose.numel(self._layout):
+            self._parts[part.purpose.name] = part
+
+    def drop(self, purpose: Purpose) -> None:
+        """Forget what is on disk for ``purpose``."""
+        self._parts.pop(purpose.name, None)
+
+    def drop_all(self) -> None:
+        """Forget all that is on disk."""
+        self._parts.clear()
+
+    def purposes(self) -> dict[str, Purpose]:
+        """The purposes that are on disk, by name."""
+        return {name: part.purpose for name, part in self._parts.items()}
+
+    def bytes_by_purpose(self) -> dict[str, int]:
+        """Bytes on disk, by purpose."""
+        return {name: sum(piece.nbytes for piece in part.pieces) for name, part in self._parts.items()}
+
+    def ring_bytes(self) -> int:
+        """Bytes of a buffer that any of the chunks can pass through."""
+        return max(map(self.chunk_bytes, self.chunks), default=0)
+
+    def chunk_bytes(self, chunk: Chunk) -> int:
+        """Bytes that a chunk takes on disk."""
+        return sum(piece.nbytes for _, piece, _ in self._of(chunk))
+
+    def _of(self, chunk: Chunk) -> Iterator[tuple[Purpose, Piece, slice]]:
+        """A chunk's piece for each purpose, and where it lies in a buffer of all of them."""
+        at = 0
+        for part in self._parts.values():
+            piece = part.pieces[chunk.number - self._chunks[0].number]
+            yield part.purpose, piece, slice(at, at + piece.nbytes)
+            at += piece.nbytes
+
+    def pieces(self, chunk: Chunk, buffer: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """The chunk's part for each purpose as it lies in ``buffer``, flat uint8."""
+        return {
+            purpose.name: buffer[place][: piece.extent.nbytes].view(purpose.dtype)
+            for purpose, piece, place in self._of(chunk)
+        }
+
+    def read_chunk(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        """Bring a chunk to ``buffer``."""
+        for _, piece, place in self._of(chunk):
+            piece.read(buffer[place])
+
+    def begin_update(self, chunk: Chunk) -> None:
+        """What `read_chunk` has brought is about to be changed: the chunk is lost if it is not written."""
+        for _, piece, _ in self._of(chunk):
+            piece.is_lost = True
+
+    def write_chunk(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        """Write what `read_chunk` has brought."""
+        write_together([(piece, buffer[place]) for _, piece, place in self._of(chunk)])
+
+    def read(self, purpose: Purpose, elements: range) -> torch.Tensor:
+        """A copy of these elements (or blocks) of the unit's flat buffer for ``purpose``."""
+        pieces = self._parts[purpose.name].pieces
+        return read_bytes(pieces, purpose.bytes(elements), self._allocate).view(purpose.dtype)
+
+    def write(self, purpose: Purpose, elements: range, values: torch.Tensor, *, alone: bool = False) -> None:
+        """Set these elements of the unit's flat buffer for ``purpose`` to ``values``, in its dtype. All ranks
+        do so, each in its own chunks, unless this one does so ``alone``."""
+        pieces = [piece for piece in self._parts[purpose.name].pieces if alone or piece.is_own]
+        values = values.contiguous().view(-1).view(torch.uint8)
+        write_bytes(pieces, purpose.bytes(elements), values, self._allocate)

@@ -1,0 +1,337 @@
+"""What a unit keeps in host memory: the streamed weight, what makes it an exact fp32 master, its gradient and
+the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+import streamer_native as native
+from streamer.store.layout import Layout, Slice, Stretch
+from streamer.store.on_disk import Allocate, Chunk, StateOnDisk
+from streamer.store.purposes import (
+    ALL_MOMENTS,
+    DIVIDED,
+    GRADIENTS,
+    MASTERS,
+    MODEL,
+    REMAINDERS,
+    SUMS,
+    WEIGHTS,
+    Purpose,
+)
+from streamer.store.shares import Division, Owned, Share, places_of, within
+from streamer.store.weights_on_disk import WeightsOnDisk
+
+#: What is added to the bits of a master before they are split: see streamer_native.bfloat16.
+HALF_OF_LAST_PLACE = 0x8000
+
+
+def streamed(masters: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 ``masters`` as they are streamed in ``dtype``: see [Note: split master] for bf16."""
+    if dtype != torch.bfloat16:
+        return masters.to(dtype)
+    bits = masters.nan_to_num(math.nan, math.inf, -math.inf).contiguous().view(torch.int32)
+    # wraps around, as the kernel's unsigned arithmetic does
+    return (bits + HALF_OF_LAST_PLACE >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+@cache
+def _nothing(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype)
+
+
+class HostShard:
+    """All host buffers of one unit, as flat tensors by the name of their purpose. Ranks share them, and each
+    updates its ``share``; one process updates all.
+
+    [Note: masters]
+    Every trained element has an fp32 master. It keeps its master while its streamed bits are what they were:
+    no write of anything resets anything. Nobody has to notice a write, since the kernels, checkpoints and
+    `unwrap` read the weight as it is:
+
+    - bf16: the master is the weight and the remainder joined, whatever the weight is by then. See [Note:
+      split master] in `streamer_native/bfloat16.py`;
+    - fp16: the master stands where it rounds to the weight. Where it does not, the weight was written, and is
+      the master;
+    - fp32: the weight is the master.
+
+    Values in fp32 that are copied into a parameter (``copy_``, ``load_state_dict``) are the masters exactly:
+    `load`.
+
+    Where several machines divide the state among them, each rank updates a part of its share. Of what is
+    `DIVIDED` the machine holds the ``parts`` of its ranks, one after the other, and nothing else.
+
+    ``weight`` and ``gradient`` are uint8, laid out by ``layout``; remainders (uint16, of bf16 weights),
+    masters (fp32, of fp16 weights) and ``sums`` (fp32, of gradients in bf16 or fp16) have one element per
+    trainable parameter element, padding included. What the unit does not hold has no elements.
+    """
+
+    def __init__(self, layout: Layout, owned: Owned, disk: StateOnDisk) -> None:
+        """Without memory. ``disk`` is for what of the optimizer's state is on disk."""
+        self.layout = layout
+        self.owned = owned
+        self.held: dict[str, torch.Tensor] = {}
+        self.disk = disk
+        #: the weights that are not held in memory, or have not always been
+        self.weights_on_disk = WeightsOnDisk()
+        #: memory for all weights (flat uint8, with what a disk pads them by) while they are held besides
+        self.brought = _nothing(torch.uint8)
+        #: called before what is held changes, by an update say
+        self.before_change: Callable[[], None] | None = None
+
+    def __getitem__(self, purpose: Purpose) -> torch.Tensor:
+        """The piece for ``purpose`` in memory, empty if the unit holds none."""
+        assert not self.is_on_disk(purpose), "to be read by `part`"
+        return self.held.get(purpose.name, _nothing(purpose.dtype))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weights in memory."""
+        assert not self.is_out, "they are on disk"
+        return self[WEIGHTS]
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        return self[GRADIENTS]
+
+    @property
+    def sums(self) -> torch.Tensor:
+        return self[SUMS]
+
+    @property
+    def share(self) -> Share:
+        """What this rank writes on its machine."""
+        return self.owned.share
+
+    @property
+    def updated(self) -> Share:
+        """What this rank updates."""
+        return self.owned.parts[self.owned.rank]
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether other machines have parts of the state that this one has not."""
+        return self.owned.is_divided
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether anything of the unit has its place on disk."""
+        return bool(self.disk.purposes()) or not self.weights_on_disk.is_empty
+
+    @property
+    def is_out(self) -> bool:
+        """Whether the weights are on disk and nowhere else."""
+        return not self.weights_on_disk.is_empty and WEIGHTS.name not in self.held
+
+    def own(self, stretches: Iterable[Stretch]) -> list[Stretch]:
+        """What of ``stretches`` is in the share."""
+        return [own for stretch in stretches if (own := within(stretch, self.share.elements)).numel]
+
+    def has(self, purpose: Purpose) -> bool:
+        """Whether there is room for ``purpose``, in its dtype."""
+        if purpose.name in self.held:
+            return self.held[purpose.name].dtype == purpose.dtype
+        return self.disk.purposes().get(purpose.name) == purpose
+
+    def is_on_disk(self, purpose: Purpose) -> bool:
+        """Whether the unit's piece for ``purpose`` is on disk."""
+        return purpose.name not in self.held and purpose.name in self.disk.purposes()
+
+    def part(self, purpose: Purpose, slice: Slice) -> torch.Tensor:
+        """A parameter's part of the piece for ``purpose``: a view, or a copy of what is on disk."""
+        assert not (self.is_divided and purpose.name in DIVIDED), "to be read by way of all machines"
+        if not self.is_on_disk(purpose):
+            return purpose.part(slice, self[purpose])
+        return self.disk.read(purpose, purpose.range(slice)).view(purpose.shape(slice))
+
+    def set_part(self, purpose: Purpose, slice: Slice, values: torch.Tensor, *, alone: bool = False) -> None:
+        """Set a parameter's part of the optimizer's state for ``purpose``, or what of it this machine holds,
+        to ``values``, or all of it to one value. All ranks do so, unless this one does so ``alone`` on its
+        machine; until they have met, others may find what was there before."""
+        wanted = purpose.range(slice)
+        values = values.expand(purpose.shape(slice)).reshape(-1)
+        if self.is_on_disk(purpose):
+            self.disk.write(purpose, wanted, values.to(purpose.dtype), alone=alone)
+            return
+        for held, places in self.here(purpose, wanted):
+            held.copy_(values[places])
+
+    def here(self, purpose: Purpose, wanted: range) -> Iterator[tuple[torch.Tensor, slice]]:
+        """What of the ``wanted`` elements (or blocks) of the unit's state is on this machine, and where it
+        lies among those that are wanted: views, or copies of what is on disk."""
+        is_on_disk = self.is_on_disk(purpose)
+        for start, stop, at in places_of(self.owned.parts, purpose, wanted):
+            if is_on_disk:
+                held = self.disk.read(purpose, range(start, stop))
+            else:
+                held = self[purpose][at : at + stop - start]
+            yield held, slice(start - wanted.start, stop - wanted.start)
+
+    def weight_of(self, slice: Slice) -> torch.Tensor:
+        """A parameter's weight: a view, or a copy of what is on disk."""
+        return self.weights_on_disk.read(slice) if self.is_out else slice.view(self.weight)
+
+    def bring_in(self, allocate: Allocate, *, read: bool = True) -> None:
+        """Have weights on disk in memory of their own, in ``brought``; without ``read`` all of them are to be
+        set there."""
+        self.brought = allocate(self.weights_on_disk.padded_bytes)
+        if read:
+            self.weights_on_disk.fetch(self.brought)
+        self.held[WEIGHTS.name] = self.brought[: self.layout.nbytes].data
+
+    def send_out(self, *, write: bool) -> None:
+        """Let go of what `bring_in` has brought, written back to disk if ``write``."""
+        if write:
+            self.weights_on_disk.store(self.brought)
+        self.brought = _nothing(torch.uint8)
+        del self.held[WEIGHTS.name]
+
+    def with_whole(self, pieces: Mapping[str, torch.Tensor]) -> HostShard:
+        """A shard of the same weights that has the whole of the state in ``pieces``, by purpose, where this
+        one has a part of it."""
+        whole = HostShard(self.layout, Division().owned(self.layout), self.disk)
+        whole.weights_on_disk = self.weights_on_disk
+        whole.held = {name: piece for name, piece in self.held.items() if name == WEIGHTS.name} | dict(pieces)
+        return whole
+
+    def load(self, slice: Slice, values: torch.Tensor) -> None:
+        """Set the weight, and the exact fp32 master where the parameter is trained, from ``values``. One rank
+        of each machine does so for all of them. [Note: masters]"""
+        weight = slice.view(self.weight)
+        if not slice.param.trainable or slice.dtype == torch.float32:
+            weight.copy_(values)
+            return
+        if values.dtype == slice.dtype:
+            # not by way of fp32, which would take the memory of all values again
+            weight.copy_(values)
+            self._be_own_master(slice)
+            return
+        exact = values.to(torch.float32).contiguous()
+        if weight.dtype == torch.bfloat16:
+            is_apart = self.is_on_disk(REMAINDERS) or self.is_divided
+            remainder = (
+                torch.empty(slice.param.shape, dtype=torch.uint16)
+                if is_apart
+                else slice.state(self[REMAINDERS])
+            )
+            native.split(array(exact), array(weight), array(remainder))
+            if is_apart:
+                self.set_part(REMAINDERS, slice, remainder, alone=True)
+        else:
+            self.set_part(MASTERS, slice, exact, alone=True)
+            weight.copy_(exact)
+
+    def _be_own_master(self, slice: Slice) -> None:
+        """Make the master of a parameter equal to its weight."""
+        if slice.dtype == torch.float16:
+            self.set_part(MASTERS, slice, slice.view(self.weight), alone=True)
+        else:
+            exact = torch.tensor(HALF_OF_LAST_PLACE, dtype=torch.int32).to(torch.uint16)
+            self.set_part(REMAINDERS, slice, exact, alone=True)
+
+    def exact(self, slice: Slice) -> torch.Tensor:
+        """A copy of the parameter in full precision: fp32 where it is trained, else as it is."""
+        weight = self.weight_of(slice)
+        if not slice.param.trainable or weight.dtype == torch.float32:
+            return weight.clone()
+        if weight.dtype == torch.float16:
+            master = self.part(MASTERS, slice)
+            is_kept = master.to(torch.float16).view(torch.int16) == weight.view(torch.int16)
+            return torch.where(is_kept, master, weight.to(torch.float32))
+        exact = torch.empty(slice.param.shape, dtype=torch.float32)
+        native.join(array(weight), array(self.part(REMAINDERS, slice)), array(exact))
+        return exact
+
+    def joined(self, slice: Slice) -> torch.Tensor:
+        """`exact` by PyTorch: on any thread, where kernels run on the HOST lane only, and slower."""
+        if slice.dtype != torch.bfloat16 or not slice.param.trainable:
+            return self.exact(slice)
+        weight = self.weight_of(slice)
+        high = weight.contiguous().view(torch.int16).to(torch.int32) << 16
+        low = self.part(REMAINDERS, slice).view(torch.int16).to(torch.int32) & 0xFFFF
+        # wraps around, as the kernel's unsigned arithmetic does
+        master = ((high | low) - HALF_OF_LAST_PLACE).view(torch.float32)
+        return torch.where(weight == 0, weight.to(torch.float32), master)
+
+    def values(self, slice: Slice, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of the parameter in ``dtype``: the weight itself where it is streamed in that, else the
+        master rounded."""
+        exact = self.weight_of(slice).clone() if dtype == slice.dtype else self.exact(slice)
+        return exact.to(dtype)
+
+    def copy(self) -> HostShard:
+        """The weights, what makes them masters and the optimizer's state, in memory of their own."""
+        assert not self.uses_disk, "that would bring back what memory has no room for"
+        copy = HostShard(self.layout, self.owned, self.disk)
+        kept = {purpose.name for purpose in (*MODEL, *ALL_MOMENTS)}
+        copy.held = {name: piece.clone() for name, piece in self.held.items() if name in kept}
+        return copy
+
+    def give_up(self) -> None:
+        """Hold nothing any more, in memory or on disk."""
+        self.held.clear()
+        self.disk.drop_all()
+        self.weights_on_disk = WeightsOnDisk()
+
+    def about_to_change(self) -> None:
+        """Called before a write: a reader in the background (a checkpoint) finishes, or copies the shard."""
+        if self.before_change is not None:
+            self.before_change()
+
+    @property
+    def range(self) -> range:
+        """The elements of the unit's state that an update of this shard is for."""
+        return self.updated.elements
+
+    def begin(self, purpose: Purpose) -> int:
+        """The element (or block) of the unit with which the piece for ``purpose`` begins, where all that is
+        updated lies as in the unit."""
+        if purpose.name not in DIVIDED:
+            return 0
+        before = sum(len(part.range(purpose)) for part in self.owned.parts[: self.owned.rank])
+        return self.updated.range(purpose).start - before
+
+
+class Window(HostShard):
+    """A shard of which some is on disk, as an update sees it: with ``pieces``, by the name of their purpose,
+    that are in memory for now. Those of the state are of one ``chunk``. The rest is that of ``whole``."""
+
+    def __init__(
+        self, whole: HostShard, pieces: Mapping[str, torch.Tensor], chunk: Chunk | None = None
+    ) -> None:
+        super().__init__(whole.layout, whole.owned, whole.disk)
+        self.held = {**whole.held, **pieces}
+        self._whole, self._chunk, self._pieces = whole, chunk, pieces
+
+    def about_to_change(self) -> None:
+        self._whole.about_to_change()
+
+    @property
+    def range(self) -> range:
+        return super().range if self._chunk is None else range(self._chunk.start, self._chunk.stop)
+
+    def begin(self, purpose: Purpose) -> int:
+        if self._chunk is None or purpose.name not in self._pieces:
+            return super().begin(purpose)
+        return self._chunk.range(purpose).start
+
+
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous ``tensor`` in host memory, with a storage whose holders can be counted and a version
+    counter, which tell who has it and whether it was written, that it shares with no other."""
+    if tensor.numel() and tensor.device.type == "cpu":
+        in_bytes = torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy())
+        return in_bytes.view(tensor.dtype).view(tensor.shape).data
+    return tensor.data
+
+
+def array(tensor: torch.Tensor) -> Any:
+    """A contiguous tensor as the flat NumPy array that the kernels take: bf16 as its bits in uint16."""
+    flat = tensor.view(-1)
+    return flat.view(torch.uint16).numpy() if flat.dtype == torch.bfloat16 else flat.numpy()

@@ -1,0 +1,198 @@
+"""The weights of a unit that are on disk: in a scratch file, or where they lie in somebody else's files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from streamer.backends.direct_io import ALIGNMENT
+from streamer.backends.stored_tensors import Pieces, StoredTensor, read_into
+from streamer.store.layout import Layout, Slice
+from streamer.store.on_disk import Allocate, Disk, Piece, read_bytes, write_together
+from streamer.store.shares import Share, shares_of
+
+#: Bytes of a unit's weights in one piece, a multiple of any alignment.
+WEIGHTS_PIECE = 64 << 20
+#: Buffers of the ring of weights: of the unit that is visited, of the next one, and of one that is read.
+WEIGHT_BUFFERS = 3
+
+
+class Reader(Protocol):
+    """What reads tensors of files: see `streamer.backends.stored_tensors.StoredTensors`."""
+
+    def open(self, files: Iterable[Path]) -> None: ...
+
+    def read(self, wanted: Iterable[tuple[StoredTensor, torch.Tensor]]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class WeightsOnDisk:
+    """The weights of one unit that are on disk, laid out as in memory. A unit whose weights are all in memory
+    has an object of this very class, which moves nothing. Callers see to it that nobody reads or writes what
+    is on disk meanwhile. What is this rank's *own* is what it updates; one process updates all."""
+
+    #: whether the unit has none of its weights on disk
+    is_empty = True
+    #: bytes of a buffer for all of the weights
+    padded_bytes = 0
+    #: bytes of scratch files
+    disk_bytes = 0
+    #: bytes that `fetch` moves from disk
+    read_bytes = 0
+    #: those of what is own, and the bytes that `store` moves there of it
+    own_read_bytes = 0
+    own_written_bytes = 0
+    #: bytes of host memory that are held all the same
+    held_bytes = 0
+
+    def fetch(self, buffer: torch.Tensor, *, own: bool = False) -> None:
+        """Bring the weights to ``buffer``, flat uint8. With ``own`` it may hold anything in place of the
+        others."""
+
+    def store(self, buffer: torch.Tensor, *, own: bool = False) -> None:
+        """Write the weights, or those that are ``own``, which are in ``buffer``, flat uint8, but for what is
+        `unwritable`. If that fails they are lost."""
+
+    def read(self, slice: Slice) -> torch.Tensor:
+        """A copy of a parameter."""
+        raise AssertionError("the weights are in memory")
+
+    def is_stored(self, slice: Slice) -> bool:
+        """Whether a parameter lies in somebody else's file, which is never written."""
+        return False
+
+    def unwritable(self, buffer: torch.Tensor) -> list[str]:
+        """The names of parameters that have other values in ``buffer`` and that `store` leaves alone."""
+        return []
+
+
+def weights_edges(layout: Layout, ranks: int) -> list[int]:
+    """The bytes with which the parts of a unit's weights begin that are written apart from each other: the
+    ranks' shares, and what nobody updates; and the byte where the last part ends."""
+    if ranks == 1:
+        return [0, layout.nbytes]
+    begins = {share.first_byte for share in shares_of(layout, ranks)} | {layout.grad_nbytes}
+    return sorted({0, *begins, layout.nbytes})
+
+
+class WeightsInScratch(WeightsOnDisk):
+    """The weights of one unit in a scratch file.
+
+    The ranks' shares of them begin and end anywhere, and a disk moves whole blocks. So a block in which one
+    share ends and the next one begins is on disk twice, once for either rank.
+    """
+
+    is_empty = False
+
+    def __init__(
+        self, layout: Layout, disk: Disk, allocate: Allocate, *, share: Share, ranks: int = 1
+    ) -> None:
+        """Of ``ranks`` this one updates ``share``."""
+        self._allocate = allocate
+        self._pieces: list[Piece] = []
+        for first, stop in pairwise(weights_edges(layout, ranks)):
+            is_own = ranks == 1 or share.first_byte <= first < share.stop_byte
+            for start in range(first - first % disk.padded(1), stop, WEIGHTS_PIECE):
+                end = min(start + WEIGHTS_PIECE, stop)
+                extent = disk.extent(end - start)
+                self._pieces.append(Piece("weights", disk, extent, start, max(first, start), end, is_own))
+        self._own = [piece for piece in self._pieces if piece.is_own]
+        self.padded_bytes = disk.padded(layout.nbytes)
+        self.disk_bytes = self.read_bytes = sum(piece.nbytes for piece in self._pieces)
+        self.own_read_bytes = self.own_written_bytes = sum(piece.nbytes for piece in self._own)
+
+    def fetch(self, buffer: torch.Tensor, *, own: bool = False) -> None:
+        for piece in self._own if own else self._pieces:
+            # the block with which this piece begins may end the piece before, which was read a moment ago
+            before = buffer[piece.start : piece.first].clone()
+            piece.read(buffer[piece.moved])
+            buffer[piece.start : piece.first] = before
+
+    def store(self, buffer: torch.Tensor, *, own: bool = False) -> None:
+        write_together([(piece, buffer[piece.moved]) for piece in (self._own if own else self._pieces)])
+
+    def read(self, slice: Slice) -> torch.Tensor:
+        values = read_bytes(self._pieces, slice.bytes, self._allocate)
+        return values.view(slice.dtype).view(slice.param.shape)
+
+
+class WeightsInFiles(WeightsOnDisk):
+    """The weights of one unit of which most lie, frozen, in somebody else's files, and are read where they
+    are. The others are held in memory, which ranks share."""
+
+    is_empty = False
+
+    def __init__(
+        self, layout: Layout, stored: Mapping[str, Pieces], reader: Reader, *, hold: Allocate, share: Share
+    ) -> None:
+        """``stored`` are those in files, by name; ``hold`` gives memory for the others, of which this rank
+        updates ``share``."""
+        self._reader = reader
+        self._stored = {slice: stored[slice.param.name] for slice in layout.slices if _is_in(slice, stored)}
+        held = [slice for slice in layout.slices if slice not in self._stored]
+        self.held_bytes = held_beside(layout, stored)
+        pieces: Sequence[torch.Tensor] = hold(self.held_bytes).split([slice.nbytes for slice in held])
+        self._held = dict(zip(held, pieces, strict=True))
+        self._all, self._own = range(layout.nbytes), range(share.first_byte, share.stop_byte)
+        self.padded_bytes = -(-layout.nbytes // ALIGNMENT) * ALIGNMENT
+        self.read_bytes = sum(piece.nbytes for pieces in self._stored.values() for piece in pieces)
+
+    def fetch(self, buffer: torch.Tensor, *, own: bool = False) -> None:
+        if not own:
+            wanted = (read_into(pieces, slice.view(buffer)) for slice, pieces in self._stored.items())
+            self._reader.read(chain.from_iterable(wanted))
+        for slice, values in self._held.items():
+            _bytes_of(slice, buffer).copy_(values)
+
+    def store(self, buffer: torch.Tensor, *, own: bool = False) -> None:
+        written = self._own if own else self._all
+        for slice, values in self._held.items():
+            start = max(written.start, slice.offset)
+            if (stop := min(written.stop, slice.offset + slice.nbytes)) > start:
+                values[start - slice.offset : stop - slice.offset].copy_(buffer[start:stop])
+
+    def read(self, slice: Slice) -> torch.Tensor:
+        if slice in self._held:
+            return self._held[slice].clone().view(slice.dtype).view(slice.param.shape)
+        values = torch.empty(slice.param.shape, dtype=slice.dtype)
+        self._reader.read(read_into(self._stored[slice], values))
+        return values
+
+    def is_stored(self, slice: Slice) -> bool:
+        return slice in self._stored
+
+    def unwritable(self, buffer: torch.Tensor) -> list[str]:
+        differing = (
+            slice.param.name
+            for slice in self._stored
+            # bytes, since no NaN is equal to itself
+            if not torch.equal(self.read(slice).view(-1).view(torch.uint8), _bytes_of(slice, buffer))
+        )
+        return [*differing]
+
+
+def stored_part(layout: Layout, stored: Mapping[str, Pieces]) -> dict[str, Pieces]:
+    """Those of the ``stored`` tensors that a unit of this layout reads where they are: its frozen parameters,
+    if they have most of its bytes."""
+    found = [slice for slice in layout.slices if _is_in(slice, stored)]
+    if 2 * sum(slice.nbytes for slice in found) <= layout.nbytes:
+        return {}
+    return {slice.param.name: stored[slice.param.name] for slice in found}
+
+
+def held_beside(layout: Layout, stored: Mapping[str, Pieces]) -> int:
+    """Bytes of the weights of a unit that are held in memory while those ``stored`` are not."""
+    return sum(slice.nbytes for slice in layout.slices if not _is_in(slice, stored))
+
+
+def _is_in(slice: Slice, stored: Mapping[str, Pieces]) -> bool:
+    return not slice.param.trainable and slice.param.name in stored
+
+
+def _bytes_of(slice: Slice, buffer: torch.Tensor) -> torch.Tensor:
+    return buffer[slice.offset : slice.offset + slice.nbytes]
