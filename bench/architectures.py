@@ -34,7 +34,7 @@ from bench.architectures_other import OTHERS, TWO_LISTS, VISION
 from bench.architectures_task import Architecture, LossOf
 from bench.architectures_text import DECODERS, ENCODERS, MIXTURES, RECURRENT
 from bench.common import load_average, provenance, write_json
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 
 KINDS = {
     "decoder": DECODERS,

@@ -24,7 +24,7 @@ import torch
 import streamer
 from bench.common import RESULTS, load_average, provenance, quartiles, write_json
 from models.gpt2 import GPT
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 
 CHUNK = 1 << 24
 

@@ -33,8 +33,8 @@ from bench.no_values import go_on_without_values
 from streamer.app.calibrate.measure import VisitCosts
 from streamer.backends.base import COPIES, Backend
 from streamer.backends.cuda import CudaBackend
+from streamer.engine.handle import wrapped
 from streamer.engine.paging.executor import Executor
-from streamer.engine.wrapped.handle import wrapped
 from streamer.planner.step_plan import Prediction, predict_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import Machine

@@ -39,7 +39,7 @@ from bench.common import RESULTS, load_average, provenance, write_json
 from bench.depth_report import Block, draw, print_table, summary
 from bench.no_values import add_option, go_on_without_values
 from models.gpt2 import GPT
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 
 VOCAB_SIZE, NUM_SLOTS = 256, 2
 

@@ -44,7 +44,7 @@ from models.gpt2 import GPT
 from streamer.app.calibrate.command import calibrate
 from streamer.backends.base import DISKS, Backend
 from streamer.backends.disk import Direction, Disks, Scratch
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.planner.step_plan import Prediction, predict_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import Machine

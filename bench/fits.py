@@ -41,8 +41,8 @@ from streamer.app.data.load import load_bytes
 from streamer.app.run.build import build_model, build_optimizer
 from streamer.app.run.loop import Loop
 from streamer.backends.base import Lane
+from streamer.engine.handle import wrapped
 from streamer.engine.paging.executor import Executor
-from streamer.engine.wrapped.handle import wrapped
 from streamer.model.options import parse_bytes
 
 WARMUP, MEASURED = 1, 2

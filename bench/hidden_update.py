@@ -42,7 +42,7 @@ import streamer
 from bench.common import RESULTS, load_average, provenance, quartiles, write_json
 from bench.no_values import add_option, go_on_without_values
 from models.gpt2 import GPT
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 
 QUEUED, WAITED, NONE = MODES = ("queued", "waited", "none")
 VOCAB_SIZE = 256  # bytes, so that nearly all parameters are in layers, as in a large model

@@ -50,7 +50,7 @@ from streamer.app.run.build import build_model, build_optimizer
 from streamer.backends.base import Backend
 from streamer.backends.cuda import CudaBackend
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import A100_PCIE_4, H100_PCIE_5, H200, RTX_4090, RTX_4090_PCIE_3
 

@@ -23,8 +23,8 @@ import streamer
 from bench.common import RESULTS, load_average, provenance, write_json
 from bench.least_bytes import Cycle, inference, least_bytes, training
 from bench.residency_table import residency_table
+from streamer.engine.handle import wrapped
 from streamer.engine.schedule.op import OpKind
-from streamer.engine.wrapped.handle import wrapped
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import H200
 

@@ -32,7 +32,7 @@ from bench.tokens_variants import Variant, chunked_loss, give_hidden, variants
 from streamer.app.config import Config, load_config
 from streamer.app.run.build import build_optimizer, import_factory
 from streamer.backends.base import Lane
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.planner.measure import Tracker
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import A100_PCIE_4, H100_PCIE_5, RTX_4090, RTX_4090_PCIE_3, Machine

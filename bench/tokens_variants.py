@@ -13,7 +13,7 @@ import streamer
 from bench.versus_contenders import Streamer
 from bench.versus_task import Task
 from streamer.backends.base import Backend
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 
 #: The variant that nothing is done for.
 BASELINE = "whole batch"

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
+from streamer.engine.guard import never_traced
+from streamer.engine.handle import home_of
 from streamer.engine.layer.collector import graph_is_retained
 from streamer.engine.schedule import op as ops
-from streamer.engine.tensors.guarded import never_traced
-from streamer.engine.wrapped.handle import home_of
 from streamer.torch_private import in_forward_mode, in_transform, is_batched
 
 #: Of hidden states, weight and bias, in this order: whether a gradient is wanted, and the gradients.

@@ -20,7 +20,7 @@ from torch import nn
 import streamer
 from streamer.backends.direct_io import System
 from streamer.backends.disk import Disks, Scratch
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.store import on_disk
 
 VOCAB, WIDTH = 41, 64

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import streamer
 from streamer.backends.base import Lane
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 
 #: Kinds by the library that makes them.
 TORCHAO = ("torchao int8", "torchao float8", "torchao nf4")

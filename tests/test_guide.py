@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from streamer.engine.wrapped.handle import Wrapped
+from streamer.engine.handle import Wrapped
 from tests.ranks.common import listening
 
 GUIDE = Path(__file__).parent.parent / "streamer" / "README.md"

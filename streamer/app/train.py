@@ -59,10 +59,10 @@ from streamer.app.run.run_folder import (
 from streamer.app.run.space import Space, check_space
 from streamer.app.signals import Stop, stopping
 from streamer.checkpoint.manifest import Manifest, new_file
-from streamer.engine.tensors.parts import values_in
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.errors import amount
 from streamer.model.options import parse_bytes
+from streamer.quantized.parts import values_in
 from streamer.store.ledger import limit_of
 
 #: Tokens of validation text that the sample at the end continues.

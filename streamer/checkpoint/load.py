@@ -34,8 +34,8 @@ from streamer.checkpoint.save import (
 )
 from streamer.checkpoint.tensors import DTYPES, Entry, in_a_line, reading, stored_buffers
 from streamer.checkpoint.values import check_random_states, decode, set_random_states
+from streamer.engine.handle import require_home, wrapped
 from streamer.engine.paging.executor import Executor
-from streamer.engine.wrapped.handle import require_home, wrapped
 from streamer.errors import CheckpointError, shortened, warn
 from streamer.optim.adamw import AdamW, check_group
 from streamer.optim.state import convert, load_moments, parse_state_dtype

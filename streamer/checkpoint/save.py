@@ -34,10 +34,10 @@ from streamer.checkpoint.tensors import (
     write_tensors,
 )
 from streamer.checkpoint.values import encode, random_states
+from streamer.engine.guard import as_plain
+from streamer.engine.handle import require_home, wrapped
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
-from streamer.engine.tensors.guarded import as_plain
-from streamer.engine.wrapped.handle import require_home, wrapped
 from streamer.optim.adamw import AdamW
 from streamer.optim.state import check_owner
 from streamer.store.layout import Slice

@@ -27,11 +27,10 @@ import torch
 from torch import nn
 
 from streamer.backends.base import Backend
+from streamer.engine.handle import wrapped
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.paging.unit import Unit, buffer_bytes
 from streamer.engine.tensors.nested import Rebuild, flatten
-from streamer.engine.tensors.parts import composite_of, marked, plainly
-from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import notes
 from streamer.model.layers import find_layers
 from streamer.model.move_in import check_init, room_of
@@ -42,6 +41,7 @@ from streamer.optim.adamw import AdamW
 from streamer.planner.choice import Choice, Chosen, Options, PlanOf, choose, may_be_auto
 from streamer.planner.recall import Recollection
 from streamer.planner.step_plan import StepPlan, plan_step
+from streamer.quantized.parts import composite_of, marked, plainly
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import CUDA, ENOUGH, GIB, RTX_4090, Machine, gpu_properties, named_machine
 from streamer.simulate.ranks import VirtualRanks

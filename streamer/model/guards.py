@@ -13,16 +13,16 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from streamer.engine.guard import as_plain, never_traced
+from streamer.engine.handle import GUARDS
 from streamer.engine.layer.collector import is_added_to
 from streamer.engine.layer.refusals import refuse_trace
 from streamer.engine.layer.stand_in import plain_forwards
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit
-from streamer.engine.tensors.guarded import as_plain, never_traced
 from streamer.engine.tensors.nested import flatten
-from streamer.engine.tensors.parts import plain_parts
-from streamer.engine.wrapped.handle import GUARDS
 from streamer.model.unwrap import Copier
+from streamer.quantized.parts import plain_parts
 from streamer.torch_private import is_sparse
 
 #: An attribute of a model that Accelerate, which transformers' Trainer trains by, is not to wrap in

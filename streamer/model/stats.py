@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from streamer.backends.base import Lane
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 
 
 @dataclass(frozen=True)

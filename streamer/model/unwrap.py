@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from streamer.engine.disk.state import masters_of
+from streamer.engine.guard import as_plain, plain_class
+from streamer.engine.handle import HANDLE, home_of, settle_out, wrapped
 from streamer.engine.layer.stand_in import HAD
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import InParts, Unit
-from streamer.engine.tensors.guarded import as_plain, plain_class
-from streamer.engine.tensors.parts import marked
-from streamer.engine.wrapped.handle import HANDLE, home_of, settle_out, wrapped
 from streamer.errors import DiskError, warn
 from streamer.model.move_in import take_out
+from streamer.quantized.parts import marked
 from streamer.store.layout import Slice
 from streamer.store.ledger import host, require
 from streamer.store.purposes import ALL_MOMENTS

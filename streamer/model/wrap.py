@@ -15,8 +15,8 @@ from streamer.backends.base import Backend
 from streamer.backends.disk import Disks
 from streamer.backends.ranks import Ranks, alone_among
 from streamer.backends.select import backend_for
+from streamer.engine.handle import home_of, wrapped_part
 from streamer.engine.layer.compiled import CompileBackend
-from streamer.engine.wrapped.handle import home_of, wrapped_part
 from streamer.errors import shortened, warn
 from streamer.model.auto import choose_options
 from streamer.model.layers import Layers

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import nn
 
+from streamer.engine.guard import as_plain
+from streamer.engine.handle import wrapped
 from streamer.engine.paging.executor import Executor
-from streamer.engine.tensors.guarded import as_plain
-from streamer.engine.wrapped.handle import wrapped
 
 
 @as_plain

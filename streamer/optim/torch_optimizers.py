@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from streamer.engine.handle import home_of
 from streamer.engine.paging.executor import Executor
-from streamer.engine.wrapped.handle import home_of
 from streamer.errors import warn
 
 #: Dtypes in which a small update is rounded away unless an fp32 master keeps it.

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from streamer.checkpoint.tensors import in_a_line
-from streamer.engine.tensors.parts import parts_of
 from streamer.errors import CheckpointError, shortened
 from streamer.model.move_in import exchange
 from streamer.model.units import DTYPES, kept_dtype
 from streamer.pretrained.architecture import of_library
 from streamer.pretrained.files import Stored
 from streamer.pretrained.joined import Joining, Pieces
+from streamer.quantized.parts import parts_of
 
 
 @dataclass(frozen=True)

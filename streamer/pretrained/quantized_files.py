@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamer.bitsandbytes_private import values_of_4_bits
 from streamer.errors import CheckpointError
 from streamer.pretrained.files import Stored, read_all
 from streamer.pretrained.match import Source, commonest
 from streamer.pretrained.stacks import dequantize_4_bits_in_forward, dequantize_in_forward
+from streamer.quantized.bitsandbytes_private import values_of_4_bits
 
 #: What bitsandbytes appends to the name of a weight: how it is quantized, in JSON.
 _STATE = ".quant_state.bitsandbytes__"
@@ -42,7 +42,7 @@ MOST_VALUES = 1 << 31
 class StoredQuantized(Stored):
     """A quantized weight in files. Its dtype and shape are those of its values."""
 
-    #: tensors of the files by the names of the parts, see `streamer.engine.tensors.parts.Composite`
+    #: tensors of the files by the names of the parts, see `streamer.quantized.parts.Composite`
     parts: Mapping[str, Stored]
     #: the weight made of these parts, which are on a device, for inputs of a dtype
     made: Callable[[Mapping[str, torch.Tensor], torch.dtype], nn.Parameter]

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 
-from streamer.engine.tensors.parts import composite_of
+from streamer.quantized.parts import composite_of
 
 
 class Dequantized(nn.Module):

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from streamer.bitsandbytes_private import product_with_4_bits
 from streamer.errors import warn
+from streamer.quantized.bitsandbytes_private import product_with_4_bits
 from streamer.simulate.machine import CUDA, Machine
 from streamer.torch_private import num_dispatch_modes, storage_id
 

@@ -32,7 +32,7 @@ from streamer.app.run.samples import continue_texts
 from streamer.app.run.schedule import schedule
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.simulate.machine import BY_GPU, MACHINES, peak_flops
 from tests.app.common import HOME, logged, refused, sets
 

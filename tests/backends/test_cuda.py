@@ -26,9 +26,9 @@ import streamer.backends.cuda
 import streamer.engine.paging.executor
 from streamer.backends.base import SPECIAL, Event, Lane
 from streamer.backends.cuda import CudaBackend
+from streamer.engine.handle import wrapped
 from streamer.engine.schedule.hazards import Hazards
 from streamer.engine.schedule.op import OpKind
-from streamer.engine.wrapped.handle import wrapped
 from tests.engine.layer.test_micro_batches import sliced
 from tests.model.test_parity import TorchMasters
 from tests.reference import (

@@ -18,7 +18,7 @@ from models.gpt2 import GPT
 from streamer.backends.base import PIECE_BYTES
 from streamer.backends.cuda import CudaBackend, PinnedBlocks
 from streamer.backends.host_memory import give_back_freed
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.simulate.machine import H200, gpu_properties
 from streamer.simulate.temporaries import workspace_bytes
 from streamer.torch_private import allocator_settings, set_allocator

@@ -21,9 +21,9 @@ from streamer.app.config import StreamConfig
 from streamer.app.plan.planning import this_machine
 from streamer.backends.base import Backend
 from streamer.backends.cuda import CudaBackend
+from streamer.engine.handle import wrapped
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.norms import Norms
-from streamer.engine.wrapped.handle import wrapped
 from streamer.planner.step_plan import plan_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import H200, RTX_4090, Machine, gpu_properties

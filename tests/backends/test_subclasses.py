@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import streamer
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 
 WIDTH, LAYERS = 64, 4
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.cuda_api])]

@@ -33,10 +33,10 @@ from bench.raw_copies import RawCopies
 from streamer.app.config import load_config
 from streamer.backends.base import Backend, Lane, Span
 from streamer.backends.thread import ThreadBackend
+from streamer.engine.handle import wrapped
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.op import Op
 from streamer.engine.schedule.trace import Record
-from streamer.engine.wrapped.handle import wrapped
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import Machine
 

@@ -20,7 +20,7 @@ from bench.tokens_variants import BASELINE, Streamed, Variant, plain_bytes, vari
 from bench.versus_contenders import Plain
 from bench.versus_task import Task
 from models.gpt2 import GPT
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.planner.step_plan import predict_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import RTX_4090, RTX_4090_PCIE_3

@@ -12,7 +12,7 @@ from torch import nn
 import streamer
 from streamer.backends.stored_tensors import StoredTensors
 from streamer.checkpoint.manifest import Manifest
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from tests.pretrained.test_in_place import a_step, adamw, adapt, make, stored
 from tests.reference import assert_equal
 

@@ -4,7 +4,7 @@ The update still runs on the host when ``step`` returns. A client here is an ord
 script, or of a library, that does not know this: it reads parameters, or writes them through ``param.data``,
 without a call of `streamer.synchronize`. It runs once on a plain model and once on a wrapped one whose
 updates are slow, and everything that it has seen is the same to the bit. Single reads and writes are in
-tests/engine/tensors/test_user_view.py.
+tests/engine/test_guard.py.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from torch.testing import assert_close
 
 import streamer
 from streamer.backends.base import Lane
+from streamer.engine.handle import wrapped as streamer_wrapped
 from streamer.engine.schedule.op import ROOT, Op, OpKind
-from streamer.engine.wrapped.handle import wrapped as streamer_wrapped
 from tests.libraries.test_huggingface import gpt2, llama, loss
 from tests.on_disk import least_of
 from tests.reference import (

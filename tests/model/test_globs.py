@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import streamer
 from models.gpt2 import GPT
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.model.layers import find_layers
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import H200

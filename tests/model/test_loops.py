@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import streamer
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.wrapped.handle import home_of, wrapped
+from streamer.engine.handle import home_of, wrapped
 from tests.reference import VOCAB, History, assert_parity, batch, language_loss, streamed
 
 #: An epsilon with which Adam does not blow rounding errors up.

@@ -17,12 +17,12 @@ from torch import nn
 
 import streamer
 from streamer.backends.base import Lane
-from streamer.bitsandbytes_private import blocks_go_on_in_rows
+from streamer.engine.handle import wrapped as handle_of
 from streamer.engine.paging.unit import Unit
-from streamer.engine.wrapped.handle import wrapped as handle_of
 from streamer.model.auto import skeleton
 from streamer.planner.measure import Tracker
 from streamer.planner.step_plan import WORKING_SET, plan_step
+from streamer.quantized.bitsandbytes_private import blocks_go_on_in_rows
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import RTX_4090
 from tests.quantized import (
@@ -449,7 +449,7 @@ def test_whether_blocks_go_on_from_row_to_row_is_what_the_library_computes_with(
 def test_weights_that_the_library_reads_wrong_on_this_cpu(
     monkeypatch: pytest.MonkeyPatch, go_on: bool
 ) -> None:
-    monkeypatch.setattr("streamer.engine.tensors.bitsandbytes.blocks_go_on_in_rows", lambda: go_on)
+    monkeypatch.setattr("streamer.quantized.bitsandbytes.blocks_go_on_in_rows", lambda: go_on)
     model = Net(lambda: nn.Sequential(of_cut_rows(), quantize(nn.Linear(64, 64), "bitsandbytes fp4")))
     names = r"blocks\.0\.0\.weight, blocks\.1\.0\.weight, blocks\.2\.0\.weight"
     told = pytest.warns(UserWarning, match=f"wrong on this CPU .* here {names}, also without streamer")

@@ -16,9 +16,9 @@ import torch
 
 import streamer
 import streamer.engine.paging.executor
+from streamer.engine.handle import wrapped
 from streamer.engine.layer import collector
 from streamer.engine.schedule.hazards import Hazards
-from streamer.engine.wrapped.handle import wrapped
 from tests.nullgpu import device
 from tests.nullgpu.chain import HALVING, WIDTH, Chain
 from tests.on_disk import disks

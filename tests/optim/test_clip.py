@@ -16,8 +16,8 @@ import streamer
 from models.gpt2 import GPT
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
+from streamer.engine.handle import wrapped
 from streamer.engine.schedule.op import Op, OpKind
-from streamer.engine.wrapped.handle import wrapped
 from tests.reference import VOCAB, assert_trains_alike, language_loss, streamed
 
 Clip = Callable[..., torch.Tensor]

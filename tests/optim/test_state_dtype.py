@@ -11,7 +11,7 @@ import torch
 
 import streamer
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.optim.state import convert
 from streamer.optim.update import ParamUpdate, UnitUpdate, update_shard
 from streamer.store.host import HostStore

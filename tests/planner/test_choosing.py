@@ -26,8 +26,8 @@ from streamer.app.train import train as train_config
 from streamer.backends.base import Lane
 from streamer.backends.disk import Disks, Scratch
 from streamer.backends.thread import ThreadBackend
+from streamer.engine.handle import wrapped
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
-from streamer.engine.wrapped.handle import wrapped
 from streamer.model.auto import Batch, plan_of, skeleton
 from streamer.model.move_in import room_of
 from streamer.model.options import WrapOptions

@@ -17,8 +17,8 @@ import streamer
 from models.gpt2 import GPT
 from streamer.backends.base import PIECE_BYTES, Backend
 from streamer.backends.thread import ThreadBackend
+from streamer.engine.handle import wrapped
 from streamer.engine.paging.executor import Executor
-from streamer.engine.wrapped.handle import wrapped
 from streamer.planner.measure import Tracker
 from streamer.planner.recall import Recollection, recall_layers
 from streamer.planner.step_plan import (

@@ -18,7 +18,7 @@ import streamer
 from models.gpt2 import GPT
 from streamer.backends.base import Backend
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.optim.state import parse_state_dtype
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import GIB, Machine

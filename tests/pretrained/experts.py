@@ -12,7 +12,7 @@ from torch import nn
 from transformers import conversion_mapping
 
 import streamer
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.store.shard import HostShard
 from tests.pretrained.test_quantize import least_memory
 from tests.quantized import assert_equal, history

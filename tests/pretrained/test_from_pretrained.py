@@ -19,7 +19,7 @@ from torch import nn
 import streamer
 from bench.architectures import ALL, Architecture
 from models.gpt2 import GPT
-from streamer.engine.wrapped.handle import home_of
+from streamer.engine.handle import home_of
 from streamer.pretrained.architecture import parameters_on_meta
 from tests.app.test_export import exported, trained
 from tests.model.test_moving import LINUX, MIB, ROOT

@@ -21,7 +21,7 @@ from streamer.backends.direct_io import System
 from streamer.backends.host_memory import mapped
 from streamer.backends.stored_tensors import StoredTensor, StoredTensors, between_bytes
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.errors import CheckpointError, DiskError
 from streamer.store.purposes import FILE_BLOCKS, WEIGHT_RING
 from tests.on_disk import copied, disks, least_of

@@ -28,11 +28,11 @@ from transformers import (
 )
 
 import streamer
-from streamer.engine.tensors.parts import composite_of
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.pretrained.files import Stored
 from streamer.pretrained.quantize import SCHEMES, quantize_weights
 from streamer.pretrained.quantized_files import usual_dtype
+from streamer.quantized.parts import composite_of
 from tests.model_folders import rewritten
 from tests.on_disk import least_of
 from tests.quantized import assert_equal, history, sizes

@@ -17,8 +17,8 @@ from torch import multiprocessing
 
 import streamer
 from streamer.backends.base import Lane
+from streamer.engine.handle import wrapped
 from streamer.engine.schedule.op import OpKind
-from streamer.engine.wrapped.handle import wrapped
 from streamer.store.layout import ALIGN_BYTES
 from tests.ranks.common import run_ranks
 from tests.ranks.programs import Arrays, Case, backward, model, train, train_alone

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import streamer
 from streamer.backends.direct_io import System
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.store import on_disk
 from tests.on_disk import least_of
 from tests.ranks import test_disk

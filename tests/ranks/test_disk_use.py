@@ -21,7 +21,7 @@ import torch.distributed as dist
 import streamer
 from streamer.backends.base import DISKS, Lane
 from streamer.backends.direct_io import System
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.planner.step_plan import plan_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import Machine

@@ -18,7 +18,7 @@ from torch import nn
 
 import streamer
 from streamer.backends.ranks import together
-from streamer.engine.wrapped.handle import wrapped as handle_of
+from streamer.engine.handle import wrapped as handle_of
 from streamer.errors import RanksError
 from tests.ranks.common import run_ranks
 from tests.ranks.programs import WIDTH, backward, everyone, model, part

@@ -17,9 +17,9 @@ import torch.distributed as dist
 import streamer
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
+from streamer.engine.handle import wrapped
 from streamer.engine.paging.across_ranks import AcrossRanks
 from streamer.engine.schedule.op import OpKind
-from streamer.engine.wrapped.handle import wrapped
 from streamer.errors import RanksError
 from streamer.store.layout import ALIGN_BYTES
 from tests.ranks import test_disk

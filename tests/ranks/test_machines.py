@@ -24,7 +24,7 @@ from streamer.backends import machines as between_machines
 from streamer.backends import ranks
 from streamer.backends.machines import IDLE_PAUSE, LEFT, LONGEST_PAUSE, Bell, Placement, Relay
 from streamer.backends.ranks import Ranks
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.errors import RanksError
 from streamer.model import move_in
 from tests.ranks.common import run_ranks

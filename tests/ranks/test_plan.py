@@ -14,7 +14,7 @@ import torch
 
 import streamer
 from streamer.backends.base import Lane
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.planner.step_plan import StepPlan, plan_step, predict_step
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import BY_HOST, BY_PCIE, NVLINK, Machine

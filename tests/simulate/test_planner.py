@@ -17,7 +17,7 @@ from models.gpt2 import GPT
 from streamer.app.config import load_config
 from streamer.app.run.build import build_model, build_optimizer
 from streamer.backends.base import Lane
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.planner.measure import Tracker
 from streamer.planner.step_plan import Prediction, plan_step, predict_step
 from streamer.simulate.backend import VirtualBackend

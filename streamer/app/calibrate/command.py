@@ -23,7 +23,7 @@ from streamer.app.run.build import stream_options, without_values
 from streamer.backends.base import DISKS, Backend
 from streamer.backends.disk import Scratch
 from streamer.backends.select import backend_for
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.errors import DiskError
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import CUDA, RTX_4090, Beside, Machine, gpu_properties

@@ -32,10 +32,9 @@ from streamer.app.run.space import Space, space_of
 from streamer.backends.base import DISKS
 from streamer.backends.disk import Disks, Scratch
 from streamer.backends.select import backend_for
+from streamer.engine.handle import wrapped
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.schedule.trace import Trace
-from streamer.engine.tensors.parts import values_in
-from streamer.engine.wrapped.handle import wrapped
 from streamer.model.auto import machine_of, one_line
 from streamer.model.layers import find_layers
 from streamer.model.move_in import room_of
@@ -45,6 +44,7 @@ from streamer.planner.recall import Recollection
 from streamer.planner.step_plan import StepPlan, context_bytes, plan_step, uncollected
 from streamer.pretrained.architecture import is_quantized_folder
 from streamer.pretrained.files import has_weights
+from streamer.quantized.parts import values_in
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.disks import VirtualScratch
 from streamer.simulate.machine import CPU, Machine

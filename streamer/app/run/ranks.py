@@ -24,7 +24,7 @@ from streamer.app.config import Config, ConfigError
 from streamer.app.data.splits import IGNORED
 from streamer.backends.ranks import Ranks
 from streamer.checkpoint.tensors import in_a_line
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.errors import CheckpointError, RanksError
 
 T = TypeVar("T")

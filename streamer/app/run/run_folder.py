@@ -27,8 +27,8 @@ from streamer.app.signals import Stop
 from streamer.backends.base import DISKS, SPECIAL
 from streamer.checkpoint.manifest import Manifest, checkpoints, new_file, prune
 from streamer.checkpoint.values import decode
-from streamer.engine.tensors.parts import parts_of, values_in
 from streamer.errors import CheckpointError, amount
+from streamer.quantized.parts import parts_of, values_in
 
 T = TypeVar("T")
 

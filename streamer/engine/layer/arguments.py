@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from streamer.engine.tensors.guarded import Guarded, as_plain
+from streamer.engine.guard import Guarded, as_plain
 from streamer.engine.tensors.nested import Rebuild, Tensors
-from streamer.engine.tensors.parts import marked, plain_parts, plainly
+from streamer.quantized.parts import marked, plain_parts, plainly
 from streamer.torch_private import storage_id
 
 #: The tensors that a layer has computed, and what makes its result of them and of the inputs.

@@ -43,7 +43,7 @@ from streamer.engine.layer.micro_batches import AmbiguousBatchError, BatchSlices
 from streamer.engine.layer.surroundings import autocast_settings
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.nested import Tensors, constants, flatten
-from streamer.engine.tensors.parts import plain_parts
+from streamer.quantized.parts import plain_parts
 
 #: The relative difference that rounding may make in 16 bits, and in fp32, where TF32 may be on.
 ROUNDING, ROUNDING_FP32 = 0.02, 0.002

@@ -28,6 +28,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from streamer.engine.guard import never_traced
 from streamer.engine.layer.arguments import (
     Outputs,
     accumulator,
@@ -61,11 +62,10 @@ from streamer.engine.layer.surroundings import past_checkpoints, uncached_autoca
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.unit import Unit, leaked
 from streamer.engine.schedule.order import Phase
-from streamer.engine.tensors.guarded import never_traced
 from streamer.engine.tensors.module_state import Taken
 from streamer.engine.tensors.nested import Rebuild, Tensors, flatten
-from streamer.engine.tensors.parts import aliases
 from streamer.engine.tensors.saved import Saved, storages
+from streamer.quantized.parts import aliases
 from streamer.torch_private import (
     SubclassesOn,
     run_backward,

@@ -9,10 +9,10 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from streamer.engine.guard import as_plain
 from streamer.engine.paging.unit import Unit
-from streamer.engine.tensors.guarded import as_plain
 from streamer.engine.tensors.nested import Tensors, reachable
-from streamer.engine.tensors.parts import aliases, plain_parts, remade
+from streamer.quantized.parts import aliases, plain_parts, remade
 from streamer.torch_private import is_sparse
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from streamer.engine.tensors.guarded import unguarded
+from streamer.engine.guard import unguarded
 
 Forward = Callable[..., Any]
 

@@ -79,13 +79,13 @@ import torch
 
 from streamer.backends.ranks import LAYER_AVERAGED, LAYER_GATHERED, Channel, Ranks, Turn
 from streamer.engine.disk.state import masters_of
+from streamer.engine.guard import Access, Kind, Touch, as_plain
 from streamer.engine.paging.host_gradient import HostGradient, is_summed
 from streamer.engine.paging.norms import Norms, sum_squares
 from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT
-from streamer.engine.tensors.guarded import Access, Kind, Touch, as_plain
 from streamer.engine.tensors.nested import walk
 from streamer.store.host import HostStore
 from streamer.store.layout import ALIGN_BYTES, Layout, Stretch

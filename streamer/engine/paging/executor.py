@@ -36,6 +36,7 @@ from streamer.backends.background import Background
 from streamer.backends.base import Backend, Lane, Lock, Thread, current_thread
 from streamer.backends.ranks import Ranks, together
 from streamer.engine.disk.state import ShardUpdate, StatePager, masters_of
+from streamer.engine.guard import TAG, Kind, Touch, as_plain, is_in_graph, never_traced
 from streamer.engine.paging.across_ranks import AcrossRanks
 from streamer.engine.paging.device_memory import Budget, DeviceMemory, HostWatch
 from streamer.engine.paging.gradients import Gradients
@@ -47,7 +48,6 @@ from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Hazards, Issuer
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.schedule.order import Phase, Visit
-from streamer.engine.tensors.guarded import TAG, Kind, Touch, as_plain, is_in_graph, never_traced
 from streamer.engine.tensors.saved import SavedBytes
 from streamer.store.host import HostStore
 from streamer.store.layout import Slice

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 import streamer_native as native
+from streamer.engine.guard import Access, Kind, Tag, as_plain
 from streamer.engine.paging.across_ranks import AcrossRanks, Reduced
 from streamer.engine.paging.early_updates import EarlyUpdates
 from streamer.engine.paging.host_gradient import Foreign, HostGradient, is_summed
@@ -42,7 +43,6 @@ from streamer.engine.paging.weights import Weights
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT
-from streamer.engine.tensors.guarded import Access, Kind, Tag, as_plain
 from streamer.errors import warn
 from streamer.store.host import HostStore
 from streamer.store.layout import Stretch

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from streamer.engine.tensors.guarded import as_plain
+from streamer.engine.guard import as_plain
 from streamer.engine.tensors.module_state import ModuleState
-from streamer.engine.tensors.parts import Composite, marked, plain_parts, plainly
+from streamer.quantized.parts import Composite, marked, plain_parts, plainly
 from streamer.store.layout import Layout, Slice
 from streamer.torch_private import set_accumulation_hook, storage_id
 

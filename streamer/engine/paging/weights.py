@@ -13,6 +13,7 @@ from torch import nn
 
 from streamer.engine.disk.state import ShardUpdate, StatePager, masters_of
 from streamer.engine.disk.weights import Gather, WeightRing
+from streamer.engine.guard import as_plain, not_a_number
 from streamer.engine.paging.across_ranks import AcrossRanks
 from streamer.engine.paging.slots import WeightSlots
 from streamer.engine.paging.unit import Unit
@@ -20,7 +21,6 @@ from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT, Place
 from streamer.engine.schedule.order import Order, Phase, Visit, farthest
-from streamer.engine.tensors.guarded import as_plain, not_a_number
 from streamer.store.host import HostStore
 from streamer.store.layout import Slice
 from streamer.store.ledger import host, require

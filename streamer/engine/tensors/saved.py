@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from streamer.backends.base import Lock
-from streamer.engine.tensors.parts import plain_parts
+from streamer.quantized.parts import plain_parts
 from streamer.torch_private import storage_bytes, storage_id
 
 

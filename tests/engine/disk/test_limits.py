@@ -31,7 +31,7 @@ import json, os, sys
 import torch, streamer
 from torch import nn
 from streamer.backends.host_memory import groups
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 
 group, folder, budget = json.loads(sys.argv[1])
 torch.manual_seed(0)

@@ -16,7 +16,7 @@ import streamer
 from streamer.backends.base import Lane
 from streamer.backends.direct_io import System
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.errors import DiskError
 from tests.checkpoint.test_checkpoint import slowed
 from tests.on_disk import VOCAB, Model, adamw, disks, end_of, loss_of, small_chunks

@@ -15,8 +15,8 @@ import streamer
 import streamer.engine.paging.executor
 from streamer.backends.base import Lane
 from streamer.backends.thread import Delay, ThreadBackend
+from streamer.engine.handle import wrapped
 from streamer.engine.schedule.hazards import Hazards
-from streamer.engine.wrapped.handle import wrapped
 from tests.on_disk import Model, a_step, adamw, disks, end_of, least_budget, small_chunks
 from tests.reference import assert_equal, random_delays
 

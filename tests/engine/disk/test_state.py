@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import streamer
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.store.ledger import UNLIMITED
 from tests.on_disk import Model, copied, disks, end_of, least_budget, loss_of, small_chunks
 from tests.reference import assert_equal

@@ -20,7 +20,7 @@ from torch import nn
 
 import streamer
 from streamer.backends.direct_io import System
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.errors import DiskError
 from tests.on_disk import Faults, Model, a_step, adamw, disks, end_of, loss_of, small_chunks
 from tests.reference import assert_equal

@@ -24,7 +24,7 @@ from streamer.backends.base import Lane
 from streamer.backends.direct_io import System
 from streamer.backends.disk import Disks, Scratch
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from streamer.errors import DiskError
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import CPU, Machine

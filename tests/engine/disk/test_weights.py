@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import streamer
 from streamer.backends.disk import Disks, Scratch
+from streamer.engine.handle import wrapped
 from streamer.engine.paging.executor import Executor
-from streamer.engine.wrapped.handle import wrapped
 from streamer.store import on_disk
 from tests.on_disk import least_of
 

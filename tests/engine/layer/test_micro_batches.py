@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import streamer
+from streamer.engine.handle import wrapped
 from streamer.engine.schedule.op import OpKind
-from streamer.engine.wrapped.handle import wrapped
 from streamer.planner.measure import Tracker
 from tests.engine.layer.common import WIDTH, Layer, Stack
 from tests.engine.layer.test_modules import TIME, Normalising, loss_on

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import streamer
+from streamer.engine.handle import wrapped
 from streamer.engine.schedule.op import ROOT
-from streamer.engine.wrapped.handle import wrapped
 from tests.reference import assert_as_plain, assert_parity, gradients, streamed, train_plain, train_streamed
 
 WIDTH = 8

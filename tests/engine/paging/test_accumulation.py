@@ -14,8 +14,8 @@ from torch import nn
 
 import streamer
 from streamer.backends.thread import ThreadBackend
+from streamer.engine.handle import wrapped
 from streamer.engine.schedule.op import Op, OpKind
-from streamer.engine.wrapped.handle import wrapped
 from streamer.store.purposes import SUMS
 from tests.reference import LossOf, gradients, language_loss, streamed, tiny_gpt
 

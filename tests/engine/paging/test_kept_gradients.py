@@ -13,8 +13,8 @@ from torch import nn
 import streamer
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
+from streamer.engine.handle import wrapped
 from streamer.engine.paging.executor import Executor
-from streamer.engine.wrapped.handle import wrapped
 from tests.ranks.common import run_ranks
 from tests.reference import assert_trains_alike, language_loss, one_step, streamed, tiny_gpt
 

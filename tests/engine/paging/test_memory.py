@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import streamer
-from streamer.engine.wrapped.handle import wrapped
+from streamer.engine.handle import wrapped
 from tests.reference import language_loss, one_step, streamed, tiny_gpt
 
 

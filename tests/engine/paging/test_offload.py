@@ -16,10 +16,10 @@ from transformers import T5Config, T5ForConditionalGeneration
 import streamer
 from streamer.backends.base import Event, Lane
 from streamer.backends.thread import ThreadBackend
+from streamer.engine.handle import wrapped
 from streamer.engine.paging.saved_inputs import OUTGOING, HostPlaces
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.op import OpKind
-from streamer.engine.wrapped.handle import wrapped
 from streamer.planner.measure import Tracker
 from tests.engine.layer.test_micro_batches import WIDTH, Layer
 from tests.reference import (

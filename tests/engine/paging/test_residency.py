@@ -17,6 +17,7 @@ from bench.least_bytes import Cycle, inference, least_bytes, training
 from bench.residency import moved_in_inference, moved_in_training
 from streamer.backends.base import Event, Lane
 from streamer.backends.thread import ThreadBackend
+from streamer.engine.handle import wrapped
 from streamer.engine.paging.device_memory import DeviceMemory
 from streamer.engine.paging.slots import WeightSlots
 from streamer.engine.schedule import op as ops
@@ -24,7 +25,6 @@ from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import Op, OpKind, Place
 from streamer.engine.schedule.order import Phase, Visit
 from streamer.engine.tensors.saved import SavedBytes
-from streamer.engine.wrapped.handle import wrapped
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.machine import H200
 from tests.reference import (

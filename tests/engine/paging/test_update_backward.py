@@ -14,7 +14,7 @@ from torch import nn
 
 import streamer
 from models.gpt2 import GPT
-from streamer.engine.wrapped.handle import Home, home_of, wrapped
+from streamer.engine.handle import Home, home_of, wrapped
 from streamer.optim import adamw
 from tests.reference import (
     History,

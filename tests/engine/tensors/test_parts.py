@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from streamer.engine.tensors.parts import composite_of, remade
+from streamer.quantized.parts import composite_of, remade
 from tests.quantized import KINDS, quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(register_constant|Calling register_constant|cast from)")

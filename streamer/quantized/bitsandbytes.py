@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from streamer.bitsandbytes_private import blocks_go_on_in_rows
-from streamer.engine.tensors.parts import Composite, Modules, become
+from streamer.quantized.bitsandbytes_private import blocks_go_on_in_rows
+from streamer.quantized.parts import Composite, Modules, become
 
 
 def composite_of(name: str, param: torch.Tensor, modules: Modules) -> Composite | None:

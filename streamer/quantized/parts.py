@@ -116,7 +116,7 @@ def composite_of(name: str, param: torch.Tensor, modules: Modules) -> Composite 
         return _Subclass(param, modules)
     if any(map(_is_of_bitsandbytes, (param, *beside))):
         of_class: Callable[..., Composite | None] = import_module(
-            "streamer.engine.tensors.bitsandbytes"
+            "streamer.quantized.bitsandbytes"
         ).composite_of
         return of_class(name, param, modules)
     return None

@@ -20,9 +20,9 @@ from torch.nn.utils import get_total_norm, parameters_to_vector
 import streamer
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
+from streamer.engine.guard import GuardedTensor, Kind, Tag
 from streamer.engine.paging.executor import Executor
 from streamer.engine.schedule.op import Op, OpKind
-from streamer.engine.tensors.guarded import GuardedTensor, Kind, Tag
 from tests.reference import assert_trains_alike, gradients, language_loss, one_step, streamed, tiny_gpt
 
 LAYERS = 3
