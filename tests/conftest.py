@@ -96,7 +96,7 @@ def values_do_not_count(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     if not nullgpu_device.IS_LOADED or not request.node.get_closest_marker("cuda_api"):
         yield
         return
-    monkeypatch.setattr("streamer.engine.layer.batch_check._is_right", lambda *_: True)
+    monkeypatch.setattr("streamer.engine.layer.batch_check._are_alike", lambda *_: True)
     monkeypatch.setattr("streamer.engine.paging.norms.Norms.is_finite", lambda norms: True)
     total = Norms.total
     # a sum of squares that nobody has computed may be negative

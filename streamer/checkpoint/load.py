@@ -104,7 +104,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
                 _load_weights(files, executor)
         for unit in (*executor.units, executor.root):
             if any(slice.param.name in files.names[WEIGHTS] for slice in unit.layout.slices):
-                executor.weights.replaced(unit)
+                executor.pager.replaced(unit)
         with torch.no_grad():
             for name, buffer in stored_buffers(model).items():
                 buffer.copy_(files.read(BUFFERS, name))

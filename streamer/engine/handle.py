@@ -66,7 +66,7 @@ def settle_in(executor: Executor) -> None:
     wait for."""
     executor.issuer.synchronize()
     for slice, param in executor.root.placed():
-        param.data = slice.own(executor.weights.root_buffer)
+        param.data = slice.own(executor.pager.root_buffer)
     executor.root.show_parts()
     for unit in (*executor.units, executor.root):
         for slice, param in unit.placed():
@@ -87,7 +87,7 @@ def _guard(executor: Executor) -> None:
         for position, param in (*enumerate(unit.params), *in_parts):
             tag = Tag(access, Kind.PARAMETER, unit.index, position, names[position])
             guard_parameter(param, tag, in_layer=unit.index != ROOT)
-    executor.weights.guard()
+    executor.pager.parameters.guard()
 
 
 def settle_out(executor: Executor) -> None:

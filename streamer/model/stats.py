@@ -55,8 +55,8 @@ def stats(model: nn.Module) -> Stats:
         busy_seconds={lane.value: trace.busy_seconds[lane] for lane in Lane},
         exposed_seconds={lane.value: trace.exposed_seconds[lane] for lane in Lane},
         overlap={lane.value: trace.overlap(lane) for lane in Lane},
-        prefetch_hits=executor.weights.prefetch_hits,
-        prefetch_misses=executor.weights.prefetch_misses,
+        prefetch_hits=executor.pager.prefetch_hits,
+        prefetch_misses=executor.pager.prefetch_misses,
         # with update="backward", layers that were left out of a step count as one skipped step, which
         # optimizer.step() adds; before it they are counted here
         skipped_steps=executor.skipped_steps + executor.gradients.early.skipped_since(),

@@ -163,10 +163,10 @@ def unwrap(model: M) -> M:
         executor.forget_failures()
         warn(f"the weights are as an update that failed has left them ({error})")
     for unit in units:
-        executor.weights.end_flight(unit)
-    moved = {param for unit in units for _, param in executor.weights.elsewhere(unit)}
+        executor.pager.parameters.end_flight(unit)
+    moved = {param for unit in units for _, param in executor.pager.parameters.elsewhere(unit)}
     with executor.writing_state("unwrapping"):
-        executor.weights.refresh(moved)
+        executor.pager.refresh(moved)
     # first, to make room for the weights that come out
     executor.store.drop(ALL_MOMENTS)
     for unit in units:

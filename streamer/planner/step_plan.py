@@ -242,7 +242,7 @@ def plan_step(
         reserve,
         on_host,
         prediction,
-        len(executor.weights.slots.buffers),
+        len(executor.pager.slots.buffers),
         executor.disk_bytes(),
         sum(on_host.values()) - before,
     )

@@ -21,7 +21,7 @@ from streamer.optim import adamw
 @pytest.fixture
 def without_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # so that they are put back
-    monkeypatch.setattr(batch_check, "_is_right", batch_check._is_right)
+    monkeypatch.setattr(batch_check, "_are_alike", batch_check._are_alike)
     monkeypatch.setattr(Norms, "is_finite", Norms.is_finite)
     monkeypatch.setattr(Norms, "total", Norms.total)
     monkeypatch.setattr(adamw, "all_finite", adamw.all_finite)

@@ -54,13 +54,15 @@ class _Update(NamedTuple):
 class WeightRing:
     """The ring of host buffers, of which there are none where all weights are in memory."""
 
-    def __init__(self, issuer: Issuer, store: HostStore, state: StatePager) -> None:
+    def __init__(
+        self, issuer: Issuer, store: HostStore, state: StatePager, gather: Gather | None = None
+    ) -> None:
+        """``gather`` is given where machines divide the state."""
         self._issuer = issuer
         self._store = store
         self._state = state
         self._buffers = store.weight_ring
-        #: given where machines divide the state
-        self.gather: Gather | None = None
+        self._gather = gather
         #: the units whose weights are in the ring, each with its buffer
         self._held: dict[int, int] = {}
         #: buffers that may be used for others, the one that is free for longest first
@@ -179,8 +181,8 @@ class WeightRing:
         # before the state, which is several times as long: the buffer is wanted for other weights, whose read
         # keeps those behind it in its lane
         def then() -> None:
-            if self.gather is not None:
-                self.gather(unit, weight, place)
+            if self._gather is not None:
+                self._gather(unit, weight, place)
             self._issuer.issue(op, partial(disk.store, buffer, own=True))
 
         self._state.update(unit, *update, weight=weight, place=place, then=then)

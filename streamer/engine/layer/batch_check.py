@@ -82,7 +82,7 @@ def check_once(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tens
             f"for each alone; {cut.described(inputs)}, or {{'{cut.layers}': {dim}}} if dimension {dim} is "
             "the batch and the layer looks across it (experts with a capacity) or adds noise in evaluation"
         )
-    cut.checked.passed[cut.kind] = {pair.dims: pair.parts}
+    cut.checked.passed[cut.kind] = {pair.dims: pair.have_batch}
 
 
 def passes(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensors) -> bool:
@@ -130,26 +130,21 @@ def run_in_slices(
 
 def _parts(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensors, outputs: Tensors) -> Parts:
     """Where the batch is in ``outputs``, which the layer has returned for the first slice."""
-    known = cut.checked.passed.setdefault(cut.kind, {})
+    known, dim, (_, length) = cut.checked.passed.setdefault(cut.kind, {}), cut.dim, cut.slices[0]
+    lengths = [output.shape[dim] if output.dim() > dim else 0 for output in outputs]
     dims = tuple(output.dim() for output in outputs)
     if dims not in known:
         of_slice = list(inputs[cut.hidden].shape)
-        of_slice[cut.dim] = cut.slices[0][1]
+        of_slice[dim] = length
         if all(list(output.shape) == of_slice for output in outputs):
-            known[dims] = [Part(cut.dim)] * len(outputs)
+            known[dims] = [True] * len(outputs)
         elif inputs[cut.hidden].is_meta:
-            known[dims] = _by_length(cut, outputs)
+            # in a plan there are no values
+            known[dims] = [each > 0 and not each % length for each in lengths]
         else:
-            known[dims] = _Pair(cut, call, weights, inputs).parts
-    return known[dims]
-
-
-def _by_length(cut: BatchSlices, outputs: Tensors) -> list[Part | None]:
-    """Where the batch is in ``outputs`` of the first slice, by their lengths alone: in a plan there are no
-    values."""
-    dim, (_, length) = cut.dim, cut.slices[0]
-    whole = [output.shape[dim] if output.dim() > dim else 1 for output in outputs]
-    return [Part(dim, each // length) if each and not each % length else None for each in whole]
+            known[dims] = _Pair(cut, call, weights, inputs).have_batch
+    of_each = zip(known[dims], lengths, strict=True)
+    return [Part(dim, each // length) if has_batch else None for has_batch, each in of_each]
 
 
 def _without_hooks(compare: Callable[[], _Pair | None], modules: Sequence[nn.Module]) -> _Pair | None:
@@ -178,6 +173,7 @@ class _Pair:
         # tensors that only some have returned `Joined` finds
         of_each = zip(self.together[0], *(outputs for outputs, _ in self.apart), strict=False)
         self.parts = [_part(cut.dim, lengths, tensors) for tensors in of_each]
+        self.have_batch = [part is not None for part in self.parts]
         self.dims = tuple(output.dim() for output in self.together[0])
 
 

@@ -56,9 +56,10 @@ Parts = Sequence[Part | None]
 @dataclass
 class Checked:
     """What is known of the kinds of layers and arguments of one model: for each that has passed the check, by
-    the numbers of dimensions of what it returns, where the batch is in that; those that have not passed."""
+    the numbers of dimensions of the tensors that it returns, which of them have a batch; those that have not
+    passed."""
 
-    passed: dict[Hashable, dict[tuple[int, ...], Parts]] = field(default_factory=dict)
+    passed: dict[Hashable, dict[tuple[int, ...], list[bool]]] = field(default_factory=dict)
     refused: set[Hashable] = field(default_factory=set)
 
 

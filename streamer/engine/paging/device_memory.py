@@ -11,8 +11,8 @@ import torch
 
 from streamer.backends.base import Backend
 from streamer.engine.paging.gradients import Gradients
+from streamer.engine.paging.pager import Pager
 from streamer.engine.paging.unit import Unit, buffer_bytes
-from streamer.engine.paging.weights import Weights
 from streamer.engine.tensors.saved import SavedBytes
 from streamer.errors import warn
 from streamer.store.ledger import AVERAGING, BUFFERS, GRAD_SLOTS, ROOT_GRADIENTS, ROOT_WEIGHTS, WEIGHT_SLOTS
@@ -55,7 +55,7 @@ class DeviceMemory:
         self,
         backend: Backend,
         units: Sequence[Unit],
-        weights: Weights,
+        pager: Pager,
         gradients: Gradients,
         saved: SavedBytes,
         averaging: int = 0,
@@ -63,7 +63,7 @@ class DeviceMemory:
         """``averaging`` are the bytes in which ranks average gradients."""
         self._averaging = averaging
         self.backend = backend
-        self.weights = weights
+        self.pager = pager
         self._units = units
         self._gradients = gradients
         self._saved = saved
@@ -72,9 +72,9 @@ class DeviceMemory:
         """Bytes of the buffers, by purpose."""
         of_slots, of_root = self._gradients.device_bytes()
         nbytes = {
-            WEIGHT_SLOTS: sum(buffer.nbytes for buffer in self.weights.slots.buffers),
+            WEIGHT_SLOTS: sum(buffer.nbytes for buffer in self.pager.slots.buffers),
             GRAD_SLOTS: of_slots,
-            ROOT_WEIGHTS: self.weights.root_buffer.nbytes,
+            ROOT_WEIGHTS: self.pager.root_buffer.nbytes,
             ROOT_GRADIENTS: of_root,
             BUFFERS: buffer_bytes(self._units),
             AVERAGING: self._averaging,
@@ -123,9 +123,9 @@ class Budget:
         self._nbytes = nbytes
         self._memory = memory
         self._backend = memory.backend
-        self._weights = memory.weights
+        self._pager = memory.pager
         self._is_trained = is_trained
-        self._least, self._most = len(memory.weights.slots.buffers), most
+        self._least, self._most = len(memory.pager.slots.buffers), most
         self._refused = self._backend.device_refused()
         self._peak = self._others = 0
         self._last_unit = -1
@@ -139,13 +139,13 @@ class Budget:
         if begins and self._backend.device_refused() > self._refused:
             self._most = self._least
             if self._least_of_all is None:
-                self._weights.resize(self._least)
+                self._pager.resize(self._least)
         elif begins and not self._is_trained:
             self.settle()
 
     def settle(self) -> None:
         """All that is needed has been seen: have the slots that there is room for."""
-        slots = self._weights.slots
+        slots = self._pager.slots
         _, peak = self._memory.used()
         if peak != self._peak:
             # it was reached since the last time, when there were the slots that there are now
@@ -157,9 +157,9 @@ class Budget:
         room = self._backend.device_buffers_within(self._nbytes, self._others, slots.nbytes, there)
         free = there + self._backend.device_available() // slots.nbytes
         wanted = self._agreed(max(self._least, min(room, free, self._most)))
-        self._weights.resize(wanted)
+        self._pager.resize(wanted)
         if (agreed := self._agreed(len(slots.buffers))) < len(slots.buffers):
-            self._weights.resize(agreed)
+            self._pager.resize(agreed)
         if len(slots.buffers) < wanted:
             self._most = len(slots.buffers)
         self._refused = self._backend.device_refused()

@@ -35,15 +35,15 @@ import torch
 from streamer.backends.background import Background
 from streamer.backends.base import Backend, Lane, Lock, Thread, current_thread
 from streamer.backends.ranks import Ranks, together
-from streamer.engine.disk.state import ShardUpdate, StatePager, masters_of
+from streamer.engine.disk.state import ShardUpdate, masters_of
 from streamer.engine.guard import TAG, Kind, Touch, as_plain, is_in_graph, never_traced
 from streamer.engine.paging.across_ranks import AcrossRanks
 from streamer.engine.paging.device_memory import Budget, DeviceMemory, HostWatch
 from streamer.engine.paging.gradients import Gradients
+from streamer.engine.paging.pager import Pager
 from streamer.engine.paging.saved_inputs import InputPager
 from streamer.engine.paging.structure import Structure
 from streamer.engine.paging.unit import Unit
-from streamer.engine.paging.weights import Weights
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Hazards, Issuer
 from streamer.engine.schedule.op import ROOT
@@ -130,9 +130,7 @@ class Executor:
         #: the thread whose gradients wait for its step
         self._trainer: Thread | None = None
         self.issuer = Issuer(backend, hazards or Hazards())
-        state = StatePager(self.issuer, store)
         is_trained = any(unit.layout.grad_nbytes for unit in (*units, root))
-        self.weights = Weights(self.issuer, units, root, store, state, num_slots=num_slots)
         #: autograd's number of the last backward, which waits for the gradients when it ends
         self.backward_task = -1
         self.across: AcrossRanks | None = None
@@ -146,17 +144,14 @@ class Executor:
                 in_fp32=sum_in_fp32,
                 in_backward=update_in_backward,
             )
-            gather_weights = gather_weights and is_trained and ranks.local_size > 1
-            if gather_weights:
-                self.weights.unshard_by(self.across)
-            if store.is_divided:
-                self.weights.gather_by(self.across.gather)
+        gathers = gather_weights and is_trained and store.division.ranks > 1
+        self.pager = Pager(self.issuer, units, root, store, self.across, num_slots=num_slots, gathers=gathers)
         self.gradients = Gradients(
             self.issuer,
             units,
             root,
             store,
-            self.weights,
+            self.pager,
             self.across,
             num_slots=num_slots,
             sum_in_fp32=sum_in_fp32,
@@ -168,24 +163,23 @@ class Executor:
         self.memory = DeviceMemory(
             backend,
             (*units, root),
-            self.weights,
+            self.pager,
             self.gradients,
             self.saved,
             averaging=0 if self.across is None else self.across.buffer.nbytes,
         )
         self.budget: Budget | None = None
         if budget is not None:
-            least = partial(ranks.least, "weight slots") if ranks is not None and gather_weights else None
+            least = partial(ranks.least, "weight slots") if ranks is not None and gathers else None
             self.budget = Budget(budget, self.memory, most=len(units), is_trained=is_trained, least=least)
         self.inputs = InputPager(self.issuer, self.saved, self.host)
         self.structure = Structure(units, root.module)
-        #: a leaf that requires a gradient: by it a layer's backward is run though none of its inputs requires
-        #: one
         #: the layer that runs now
         self.running: Unit | None = None
         #: by unit, which of its parameters got a gradient in the backward that is running, where some have
         #: hooks
         self._hooked: dict[int, list[bool]] = {}
+        #: a leaf that requires a gradient, so that a layer's backward runs though none of its inputs does
         self.token = torch.zeros((), device=backend.device, requires_grad=True)
         #: it tells PyTorch of the device
         self.blank = torch.empty(0, device=backend.device)
@@ -199,7 +193,7 @@ class Executor:
         self._root_ready = False
         #: by unit, moments whose memory user code has got
         self._aliased_moments: dict[int, list[torch.Tensor]] = {}
-        self.weights.unshard_root()
+        self.pager.unshard_root()
 
     def caller(self) -> Thread:
         """The thread that runs the caller. A GPU's backward runs in a thread of autograd's: then it is the
@@ -245,8 +239,8 @@ class Executor:
                 return
             self.check_unchanged()
             self.issuer.mark(ops.root_forward())
-            self.weights.refresh_root()
-            self.weights.end_flight(self.root)
+            self.pager.parameters.take_over_root()
+            self.pager.parameters.end_flight(self.root)
             self._root_ready = True
 
     def check_unchanged(self) -> None:
@@ -254,43 +248,44 @@ class Executor:
         other memory."""
         with self.lock:  # another thread's visit replaces parameters
             self.structure.check()
-            self.weights.check_places()
+            for unit in self.units:
+                self.pager.parameters.check_places(unit)
 
     def synchronize(self) -> None:
         """Block the caller until every copy and update is done."""
         with self.lock:
             if self.released:
                 return
-            self.weights.refresh()
+            self.pager.refresh()
             self.issuer.synchronize()
             for unit in (*self.units, self.root):
-                self.weights.end_flight(unit)
+                self.pager.parameters.end_flight(unit)
 
     def forget_failures(self) -> None:
         """Go on as if nothing that was submitted had failed, for who makes good what is wrong since. If
         something has, updates that have not begun by then are dropped."""
         with self.lock:
             if self.issuer.forget_failures():
-                self.weights.begin_anew()
+                self.pager.begin_anew()
 
     def await_update(self, unit: Unit) -> None:
         """Block until the user's code may read and write the weights and the optimizer's state of ``unit``.
 
         On a GPU, the host does not block for the root: later kernels on its weights wait for the copy.
         """
-        if unit.index not in self.weights.in_flight:
+        if not self.pager.parameters.of[unit.index].in_flight:
             return
         with self.lock:
-            if unit.index not in self.weights.in_flight or self.released:
+            if not self.pager.parameters.of[unit.index].in_flight or self.released:
                 return
             if unit is self.root:
                 self._root_ready = False
                 self.begin()
             elif self.shard(unit).is_out:
-                self.weights.bring_in(unit)
+                self.pager.parameters.copy_in(unit)
             else:
                 self.issuer.wait((ops.shard(unit.index),))
-                self.weights.end_flight(unit)
+                self.pager.parameters.end_flight(unit)
 
     def await_state(self, unit: Unit) -> None:
         """Block until the user's code may read and write the optimizer's state of ``unit`` on disk."""
@@ -331,10 +326,10 @@ class Executor:
             if self.budget is not None:
                 self.budget.begin_forward(unit.index)
             with (
-                self.weights.visited(unit, Visit(unit.index, phase)) as slot,
+                self.pager.visited(unit, Visit(unit.index, phase)) as slot,
                 self.issuer.computing(ops.forward(unit.index, slot)),
             ):
-                yield self.weights.slots.buffers[slot]
+                yield self.pager.slots.buffers[slot]
 
     @contextmanager
     def backward(self, unit: Unit, saved: int | None = None) -> Iterator[Backward]:
@@ -350,18 +345,18 @@ class Executor:
             self._running(unit),
             self.gradients.slot_for(unit) as into,
             self.inputs.using(saved) as (inputs, places),
-            self.weights.visited(unit, Visit(unit.index, Phase.BACKWARD)) as slot,
+            self.pager.visited(unit, Visit(unit.index, Phase.BACKWARD)) as slot,
         ):
             self.inputs.prefetch(saved)
             with self.issuer.computing(ops.backward(unit.index, slot, into, places)):
-                run = Backward(self.weights.slots.buffers[slot], self.gradients.in_slot(into), inputs)
+                run = Backward(self.pager.slots.buffers[slot], self.gradients.in_slot(into), inputs)
                 yield run
                 self._note_hooks(unit, run.used)
                 squares = self.gradients.measure(unit, run.gradient, run.used)
             is_updated = self.gradients.copy_out(unit, into, run.gradient, run.used, squares)
         if is_updated:
-            self.weights.update_issued(unit)
-            self.weights.prefetch()
+            self.pager.update_issued(unit)
+            self.pager.prefetch()
 
     def before(self, touch: Touch) -> None:
         """Return when a function of PyTorch may read and write the guarded tensors that it is given. [Note:
@@ -403,7 +398,7 @@ class Executor:
                 and touch.args[0] is tensor
             ):
                 # before other ranks go on
-                self.weights.copied_in(self.unit(tag.unit), tag.position, touch.args[1])
+                self.pager.parameters.copied_in(self.unit(tag.unit), tag.position, touch.args[1])
         if touch.is_of_ranks:
             self._end_writing(touch)
         for tag, tensor in touch.of(self):
@@ -412,13 +407,14 @@ class Executor:
                 is_written, shrinks = touch.writes(tensor), touch.shrinks()
                 self.gradients.touched(unit, tensor, wrote=is_written, is_aliased=is_aliased, shrinks=shrinks)
             elif tag.kind is Kind.PARAMETER and is_aliased:
-                self.weights.alias(unit, tag.position, to_read=is_in_graph(touch.result))
+                self.pager.parameters.alias(unit, tag.position, to_read=is_in_graph(touch.result))
             elif tag.kind is Kind.MOMENT and is_aliased:
                 moments = self._aliased_moments.setdefault(tag.unit, [])
                 if all(tensor is not each for each in moments):
                     moments.append(tensor)
         # not sooner: a function may take parameters of several layers
-        self.weights.send_back(keep=KEPT_UNITS)
+        for unit in self.pager.parameters.beyond(KEPT_UNITS):
+            self.pager.refresh_layer(unit)
 
     def _end_writing(self, touch: Touch) -> None:
         """All ranks may read what has been written, and know what a GradScaler has found in it."""
@@ -428,13 +424,13 @@ class Executor:
         on_disk = [unit for _, unit in sorted(units.items()) if self.shard(unit).uses_disk]
         with together(ranks, "what the ranks share was written"):
             if ranks.leads_machine:
-                self.weights.write_through(on_disk)
+                self.pager.parameters.write_copies(on_disk)
         if touch.function is check_finite:
             found_inf = touch.args[1]
             found_inf.fill_(max(ranks.meet("what is not finite in gradients", float(found_inf))))
         if on_disk:
             with together(ranks, "what the ranks share is on disk"):
-                self.weights.follow(on_disk)
+                self.pager.follow(on_disk)
 
     @as_plain
     def aliased(self) -> list[Unit]:
@@ -445,7 +441,7 @@ class Executor:
         }
         self._aliased_moments = {index: moments for index, moments in found.items() if moments}
         units = (
-            *self.weights.aliased(),
+            *self.pager.parameters.aliased(),
             *self.gradients.aliased(),
             *map(self.unit, self._aliased_moments),
         )
@@ -508,7 +504,7 @@ class Executor:
     def check_idle(self, unit: Unit) -> None:
         """Raise RuntimeError if the calling thread is in a visit of ``unit``, which is to be updated."""
         with self.lock:  # with the lock held, no other thread is in a visit
-            self.weights.check_idle(unit)
+            self.pager.check_idle(unit)
 
     def step(self, updates: Mapping[int, tuple[ShardUpdate, int]], told: str = "") -> None:
         """Queue updates of host shards: by unit, what updates it and the bytes of memory that this moves;
@@ -523,8 +519,8 @@ class Executor:
             self.end_pass()
 
     def _step(self, updates: Mapping[int, tuple[ShardUpdate, int]], told: str) -> None:
-        self.weights.fill_alone(False)
-        self.weights.refresh()
+        self.pager.fill_alone(False)
+        self.pager.refresh()
         self._host_watch.check(self.host_bytes)
         if self.across is not None:
             # the others write shards of which this rank is writing a checkpoint
@@ -537,14 +533,14 @@ class Executor:
             if unit.index in updates:
                 unit.updates += 1
                 update, nbytes = updates[unit.index]
-                self.weights.begin_flight(unit)
-                self.weights.update(unit, update, nbytes, ops.gradient(unit.index))
+                self.pager.parameters.begin_flight(unit)
+                self.pager.update(unit, update, nbytes, ops.gradient(unit.index))
                 if self.across is not None:
                     self.across.after_update(unit)
-                self.weights.update_issued(unit)
+                self.pager.update_issued(unit)
         self._root_ready = False
         self.fit_budget()
-        self.weights.prefetch()
+        self.pager.prefetch()
         self._await_aliased()
 
     def fit_budget(self) -> None:
@@ -559,7 +555,7 @@ class Executor:
         """
         self.released = True
         self.store.drop_all()
-        self.weights.release()
+        self.pager.release()
         for unit in self.units:
             unit.forget_leaves()
         self.gradients.release()
@@ -573,7 +569,7 @@ class Executor:
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes that the wrapped model holds in host memory, by purpose."""
-        beside = {SAVED_INPUTS: self.inputs.places.nbytes, ASKED_FOR: self.weights.brought_bytes()}
+        beside = {SAVED_INPUTS: self.inputs.places.nbytes, ASKED_FOR: self.pager.parameters.copied_bytes()}
         return self.store.bytes_by_purpose() | {name: nbytes for name, nbytes in beside.items() if nbytes}
 
     def host_available(self) -> int:

@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -37,9 +37,8 @@ from streamer.engine.paging.across_ranks import AcrossRanks, Reduced
 from streamer.engine.paging.early_updates import EarlyUpdates
 from streamer.engine.paging.host_gradient import Foreign, HostGradient, is_summed
 from streamer.engine.paging.norms import Norms, Squares, sum_squares
-from streamer.engine.paging.slots import GradientSlots
+from streamer.engine.paging.pager import Pager
 from streamer.engine.paging.unit import Unit
-from streamer.engine.paging.weights import Weights
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT
@@ -53,6 +52,28 @@ from streamer.torch_private import storage_id
 
 #: From so many steps on of which a layer's gradients are kept a warning says what that takes.
 MANY = 4
+
+
+class GradientSlots:
+    """``count`` device buffers of ``nbytes``, used in turn."""
+
+    def __init__(self, count: int, nbytes: int, allocate: Callable[[int], torch.Tensor]) -> None:
+        self.buffers = [allocate(nbytes) for _ in range(count)]
+        self._next = 0
+        self._taken: set[int] = set()
+
+    @contextmanager
+    def taken(self) -> Iterator[int]:
+        """The slot whose last use is farthest back, and which nobody else takes inside the block."""
+        count = len(self.buffers)
+        in_turn = ((self._next + step) % count for step in range(count))
+        slot = next(slot for slot in in_turn if slot not in self._taken)
+        self._next = (slot + 1) % count
+        self._taken.add(slot)
+        try:
+            yield slot
+        finally:
+            self._taken.discard(slot)
 
 
 class _OfLayer:
@@ -119,7 +140,7 @@ class Gradients:
         units: Sequence[Unit],
         root: Unit,
         store: HostStore,
-        weights: Weights,
+        pager: Pager,
         across: AcrossRanks | None,
         *,
         num_slots: int,
@@ -132,7 +153,7 @@ class Gradients:
         self._units = units
         self._root = root
         self._store = store
-        self._weights = weights
+        self._pager = pager
         self._across = across
         self._room = room
         self._nbytes = max(unit.layout.grad_nbytes for unit in units)
@@ -203,6 +224,7 @@ class Gradients:
         """The sum of squares of a unit's gradients: an fp32 scalar on the device."""
         return sum_squares(unit.layout, gradient, used)
 
+    @as_plain
     def copy_out(
         self, unit: Unit, slot: int | None, gradient: torch.Tensor, used: Sequence[bool], squares: Squares
     ) -> bool:
@@ -246,7 +268,7 @@ class Gradients:
         """Copy the gradient in ``slot`` to the ring, and update the unit from it."""
         # all optimizers are asked before anything is issued: where one raises, the layer is as it was
         updates = self.early.ask(unit, used)
-        self._weights.begin_flight(unit)
+        self._pager.parameters.begin_flight(unit)
         number, self._next = self._next, (self._next + 1) % len(self._staging)
         share = self._store.shards[unit.index].updated.gradient
         landed, source = self._staging[number], self.slots.buffers[slot][share]
@@ -255,7 +277,7 @@ class Gradients:
         for update in updates:
             update.begin()
             work = partial(update.work, gradient=landed, reduced=reduced)
-            self._weights.update(unit, work, update.nbytes, ops.staging(number))
+            self._pager.update(unit, work, update.nbytes, ops.staging(number))
         if self._across is not None:
             self._across.after_update(unit)
 
@@ -457,7 +479,7 @@ class Gradients:
     def before_access(self, unit: Unit) -> None:
         """Return when user code may read and write the gradient of ``unit``."""
         self.settle()
-        if unit.index in self._under_way or unit.index in self._weights.in_flight:
+        if unit.index in self._under_way or self._pager.parameters.of[unit.index].in_flight:
             self._wait_to_write(unit)
             self._under_way.discard(unit.index)
 

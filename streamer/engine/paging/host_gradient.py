@@ -48,15 +48,25 @@ class Buffer:
         self, memory: torch.Tensor, slices: Sequence[Slice], tag: Tag | None, *, summed: bool
     ) -> None:
         self.memory = memory
-        self.shown = list[torch.Tensor]()
-        for slice in slices:
-            place = slice.state(memory) if summed else slice.view(memory)
-            self.shown.append(place if tag is None else GuardedTensor.of(place, tag))
-            del place  # nothing but what is shown counts as an owner
+        self._slices = slices
+        self._tag = tag
+        self._summed = summed
+        self.shown = [self._show(position) for position in range(len(slices))]
         self._addresses = [*map(_ADDRESS, self.shown)]
         #: whether user code has got the memory by another tensor, or an array
         self.is_given = False
         self._owners = 0 if memory.is_meta else storage_owners(memory)
+
+    def _show(self, position: int) -> torch.Tensor:
+        slice = self._slices[position]
+        place = slice.state(self.memory) if self._summed else slice.view(self.memory)
+        return place if self._tag is None else GuardedTensor.of(place, self._tag)
+
+    def place(self, position: int) -> torch.Tensor:
+        """What shows a place; another tensor if that was given other memory (``p.grad.data = x``)."""
+        if self.shown[position].data_ptr() != self._addresses[position]:
+            self.shown[position] = self._show(position)
+        return self.shown[position]
 
     def shows(self, position: int, grad: torch.Tensor) -> bool:
         """Whether ``grad`` is ours, and has our memory still (``p.grad.data = x`` gives it other)."""
@@ -89,10 +99,9 @@ class Buffer:
         """Let what somebody keeps of a gradient have memory of its own, multiplied by ``scale``; our place is
         shown by another tensor from now on."""
         kept = self.shown[position]
-        place = kept.detach()
-        kept.data = place * scale
-        tag = kept.__dict__.pop(TAG, None)
-        self.shown[position] = place if tag is None else GuardedTensor.of(place, tag)
+        kept.data = kept.detach() * scale
+        kept.__dict__.pop(TAG, None)
+        self.shown[position] = self._show(position)
 
 
 def _references(shown: Sequence[object], at: int) -> int:
@@ -158,24 +167,26 @@ class HostGradient:
         """Whether a second gradient of ``param`` is to be added in fp32, beside its own dtype."""
         return self._sums_in_fp32 and param.dtype != FP32
 
+    @as_plain
     def place(self, position: int, *, summed: bool) -> torch.Tensor:
         """The place of a parameter's gradient. Raises RuntimeError where there is none."""
-        shown = self.buffer(summed=summed and self._sums_in_fp32).shown
-        if position >= len(shown):
+        buffer = self.buffer(summed=summed and self._sums_in_fp32)
+        if position >= len(buffer.shown):
             raise RuntimeError(
                 f"'{self._slices[position].param.name}' has a gradient from outside of its layer, for which "
                 "update='backward' has no room: wrap with update='step'"
             )
-        return shown[position]
+        return buffer.place(position)
 
+    @as_plain
     def show(self, which: Sequence[bool], *, summed: bool = False) -> None:
         """Let ``p.grad`` show the places of the parameters that ``which`` says."""
         if not any(which):
             return
-        shown = self.buffer(summed=summed).shown
+        buffer = self.buffer(summed=summed)
         for position, is_wanted in enumerate(which):
             if is_wanted:
-                self.unit.params[position].grad = shown[position]
+                self.unit.params[position].grad = buffer.place(position)
 
     def is_ours(self, position: int, grad: torch.Tensor) -> bool:
         """Whether ``grad`` is a tensor by which we show the parameter's place."""

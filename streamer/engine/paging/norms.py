@@ -176,8 +176,9 @@ class Norms:
         for unit in units:
             known, found = self._measured.get(unit.index), _Measured(totals[unit.index], _holding(unit))
             if unit is self._root:
-                parts = [_squares(param.grad) for param in unit.params if param.grad is not None]
-                found.squares = torch.stack(parts).sum(dtype=torch.float64)
+                grads = [param.grad for param in unit.params if param.grad is not None]
+                if not grads[0].is_meta:
+                    found.squares = torch.stack([*map(_squares, grads)]).sum(dtype=torch.float64)
             elif known is not None and known.holding == found.holding:
                 (squares,) = _read([known.squares])
                 if math.isclose(squares, totals[unit.index], rel_tol=ROUNDING):
@@ -231,4 +232,7 @@ def _read(squares: Sequence[Squares]) -> list[float]:
     known = [value() if callable(value) else value for value in squares]
     on_device = [value for value in known if isinstance(value, torch.Tensor) and not value.is_meta]
     read = iter(torch.stack(on_device).tolist() if on_device else ())
-    return [value if isinstance(value, float) else 0.0 if value.is_meta else next(read) for value in known]
+    return [
+        float(value) if not isinstance(value, torch.Tensor) else 0.0 if value.is_meta else next(read)
+        for value in known
+    ]

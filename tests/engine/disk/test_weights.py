@@ -218,13 +218,13 @@ def test_what_is_asked_for_is_let_go(pair: tuple[Net, Net]) -> None:
     one = executor.units[0].layout.nbytes
     for param in model.parameters():
         param.sum()
-        assert executor.weights.brought_bytes() <= 2 * one
+        assert executor.pager.parameters.copied_bytes() <= 2 * one
     held = [param.detach() for param in model.layers.parameters()]
-    assert executor.weights.brought_bytes() == LAYERS * one
+    assert executor.pager.parameters.copied_bytes() == LAYERS * one
     expected = [tensor.clone() for tensor in held]
     del held
     model(batch(0))
-    assert executor.weights.brought_bytes() == 0
+    assert executor.pager.parameters.copied_bytes() == 0
     for param, before in zip(model.layers.parameters(), expected, strict=True):
         assert torch.equal(param, before)
 

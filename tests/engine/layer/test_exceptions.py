@@ -25,7 +25,7 @@ from streamer.backends.thread import ThreadBackend
 from streamer.engine.layer.arguments import apart
 from streamer.engine.layer.layer import StreamedLayer, _go_through
 from streamer.engine.paging import unit
-from streamer.engine.paging.weights import Weights
+from streamer.engine.paging.pager import Pager
 from tests.engine.layer.common import Layer, Stack
 from tests.reference import (
     History,
@@ -100,7 +100,7 @@ def test_what_cannot_be_fetched_does_not_replace_the_error(monkeypatch: pytest.M
         raise Trouble("in a copy ahead")
 
     def hook(*_: Any) -> None:
-        monkeypatch.setattr(Weights, "prefetch", fetch)
+        monkeypatch.setattr(Pager, "prefetch", fetch)
         raise KeyboardInterrupt
 
     with streamed(gpt(), layers="transformer.h") as model:

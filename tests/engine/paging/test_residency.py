@@ -19,7 +19,7 @@ from streamer.backends.base import Event, Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.handle import wrapped
 from streamer.engine.paging.device_memory import DeviceMemory
-from streamer.engine.paging.slots import WeightSlots
+from streamer.engine.paging.pager import WeightSlots
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import Op, OpKind, Place
@@ -74,12 +74,12 @@ def moved(cycle: Cycle, phases: Sequence[Phase], slots: int, *, count: int = 12)
     for number in range(2 * count):
         copied *= number != count
         for visit, (unit, phase) in enumerate(zip(cycle.visits, phases, strict=True)):
-            with executor.weights.visited(executor.units[unit], Visit(unit, phase)):
+            with executor.pager.visited(executor.units[unit], Visit(unit, phase)):
                 pass
             for updated in cycle.updates.get(visit, ()):
                 if cycle.trained[updated]:
-                    executor.weights.update_issued(executor.units[updated])
-            executor.weights.prefetch()
+                    executor.pager.update_issued(executor.units[updated])
+            executor.pager.prefetch()
     return Fraction(copied, 128 * count)
 
 
@@ -171,7 +171,7 @@ def within(nbytes: int, model: nn.Module, **options: Any) -> Iterator[nn.Module]
 def num_slots(model: nn.Module) -> int:
     held = streamer.stats(model).device_bytes["weight slots"]
     assert held % LAYER == 0
-    assert held == LAYER * len(wrapped(model).executor.weights.slots.buffers)
+    assert held == LAYER * len(wrapped(model).executor.pager.slots.buffers)
     return held // LAYER
 
 
@@ -307,7 +307,7 @@ def test_a_slot_goes_when_nothing_uses_it_any_more(monkeypatch: pytest.MonkeyPat
         optimizer = streamer.AdamW(model.parameters())
         one_step(model, optimizer, 0)
         # its updates and the copies of its six layers are under way
-        wrapped(model).executor.weights.resize(2)
+        wrapped(model).executor.pager.resize(2)
         assert unfinished == 4 * [[]]
         one_step(model, optimizer, 1)
         assert num_slots(model) == 6

@@ -1,0 +1,403 @@
+"""Weights on the device: which unit is in which slot, what is fetched early, what is given up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from streamer.engine.disk.state import ShardUpdate, StatePager
+from streamer.engine.disk.weights import WeightRing
+from streamer.engine.paging.across_ranks import AcrossRanks
+from streamer.engine.paging.parameters import Changed, Parameters
+from streamer.engine.paging.unit import Unit
+from streamer.engine.schedule import op as ops
+from streamer.engine.schedule.hazards import Issuer
+from streamer.engine.schedule.op import ROOT, Place
+from streamer.engine.schedule.order import Order, Phase, Visit, farthest
+from streamer.store.host import HostStore
+from streamer.store.weights_on_disk import WEIGHT_BUFFERS
+
+
+class WeightSlots:
+    """``count`` device buffers of ``nbytes``, and which unit's weights each of them holds."""
+
+    def __init__(self, count: int, nbytes: int, allocate: Callable[[int], torch.Tensor]) -> None:
+        self.nbytes = nbytes
+        self.buffers = [allocate(nbytes) for _ in range(count)]
+        self.holder: list[int | None] = [None] * count
+        #: how many visits read a slot now, which must keep what it holds
+        self.busy: Counter[int] = Counter()
+        self._allocate = allocate
+
+    def find(self, unit: int) -> int | None:
+        """The slot that holds ``unit``, or None."""
+        return self.holder.index(unit) if unit in self.holder else None
+
+    def empty(self) -> int | None:
+        """A slot that holds nothing and is not busy, or None."""
+        empty = (slot for slot, unit in enumerate(self.holder) if unit is None and slot not in self.busy)
+        return next(empty, None)
+
+    def idle(self) -> list[int]:
+        """The units in slots that are not busy."""
+        return [unit for slot, unit in enumerate(self.holder) if unit is not None and slot not in self.busy]
+
+    def enter(self, slot: int) -> None:
+        """A visit begins that reads ``slot``."""
+        self.busy[slot] += 1
+
+    def leave(self, slot: int) -> None:
+        """A visit that has read ``slot`` ends."""
+        self.busy[slot] -= 1
+        if not self.busy[slot]:
+            del self.busy[slot]
+
+    def add(self) -> None:
+        """Callable[[int], torch.Tensor] one more, whose number is the next."""
+        self.buffers.append(self._allocate(self.nbytes))
+        self.holder.append(None)
+
+    def drop(self) -> None:
+        """Give up the last, which nothing uses any more."""
+        self.buffers.pop()
+        self.holder.pop()
+
+
+@dataclass
+class _Before:
+    """The unit that each slot held, those that did not have their last update, and what was expected."""
+
+    holder: list[int | None]
+    outdated: set[int]
+    order: Order
+
+
+class Pager:
+    """The weight slots of the layers, and the root unit's own buffer, which never holds anything else."""
+
+    def __init__(
+        self,
+        issuer: Issuer,
+        units: Sequence[Unit],
+        root: Unit,
+        store: HostStore,
+        across: AcrossRanks | None,
+        *,
+        num_slots: int,
+        gathers: bool,
+    ) -> None:
+        """With ``gathers`` each rank copies a part of a layer to its device and has the others' from there:
+        [Note: gathered weights]."""
+        self.prefetch_hits = 0
+        self.prefetch_misses = 0
+        self._nbytes = [unit.layout.nbytes for unit in units]
+        self.slots = WeightSlots(num_slots, max(self._nbytes), issuer.backend.device_buffer)
+        self.root_buffer = issuer.backend.device_buffer(root.layout.nbytes)
+        self._issuer = issuer
+        self._units = units
+        self._root = root
+        self._store = store
+        self._state = StatePager(issuer, store)
+        #: what weights on disk pass through
+        gather = across.gather if across is not None and store.is_divided else None
+        self._ring = WeightRing(issuer, store, self._state, gather)
+        issuer.before_wait = self._ring.finish
+        leads = across is None or across.ranks.leads_machine
+        self.parameters = Parameters(
+            issuer, units, root, store, self._ring, self.root_buffer, writes_masters=leads
+        )
+        self._order, self._order_alone = Order(range(len(units))), Order(range(len(units)))
+        #: whether the slots hold what `prefetch` has decided on, for visits as they have come since
+        self._is_settled = False
+        #: units in a slot that does not have their last update
+        self._outdated: set[int] = set()
+        self._across = across if gathers else None
+        #: what was in the slots when this rank began to fill them for itself, None where it does not
+        self._before: _Before | None = None
+
+    @contextmanager
+    def visited(self, unit: Unit, visit: Visit) -> Iterator[int]:
+        """The slot that holds ``unit``, which stays there inside the block; what is expected next is
+        unsharded as slots become free before and after it."""
+        is_alone = visit.phase is Phase.INFERENCE
+        self.fill_alone(is_alone)
+        self.refresh_layer(unit)
+        if not self._order.visit(visit):
+            self._is_settled = False
+        slot = self.slots.find(unit.index)
+        if slot is not None and unit.index not in self._outdated:
+            self.prefetch_hits += 1
+        else:
+            self.prefetch_misses += 1
+            self._is_settled = False
+            slot = self._slot_for(unit) if slot is None else slot
+            self._fill(slot, unit)
+        self.slots.enter(slot)
+        try:
+            if not self._is_settled:
+                self.prefetch()
+            yield slot
+            self.parameters.end_flight(unit)
+        finally:
+            self.slots.leave(slot)
+            self._ring.release(unit.index)
+        # not after an error, which an error in here would replace; the next visit does the same
+        self.fill_alone(is_alone)
+        self.prefetch()
+
+    def fill_alone(self, is_alone: bool) -> None:
+        """What is filled from here on is filled for this rank alone, or for all that gather.
+
+        [Note: gathered weights]
+        Ranks that gather decide alike on what is in their slots, since each brings a part of it: from the
+        visits of a training step, which all make in the same order. A forward without gradients may be one
+        rank's alone. For such ones a rank copies whole layers, by an order of their own. When its next step
+        goes on it brings back what was in its slots before, by copies of its own too, as if nothing had been.
+        """
+        if self._across is None or is_alone is (self._before is not None):
+            return
+        self._is_settled = False
+        if is_alone:
+            self._before = _Before([*self.slots.holder], {*self._outdated}, self._order)
+            self._order = self._order_alone
+            return
+        assert self._before is not None
+        before = self._before
+        changed = [slot for slot, unit in enumerate(before.holder) if unit != self.slots.holder[slot]]
+        if busy := [slot for slot in changed if slot in self.slots.busy]:
+            name = self._units[self.slots.holder[busy[0]] or 0].name
+            raise RuntimeError(
+                f"layer '{name}' runs without gradients, and calls another one with them, which ranks that "
+                "gather weights cannot do: wrap with gather_weights=False"
+            )
+        for slot in changed:
+            if (held := self.slots.holder[slot]) is not None:
+                self._reshard(held)
+        for slot in changed:
+            if (index := before.holder[slot]) is not None:
+                self._fill(slot, self._units[index])
+        self._before, self._order, self._outdated = None, before.order, before.outdated
+
+    def prefetch(self) -> None:
+        """Issue the copies that the coming visits need, in their order, up to the first that has no slot yet.
+
+        [Note: residency]
+        Belady's algorithm: a unit that is in no slot replaces the unit whose next use, counted from the visit
+        that needs the copy, is farthest away (distance divided by bytes, where layers differ in size). The
+        unit visited just before is never replaced: the copy overlaps with its compute. If the chosen unit
+        still has an earlier visit, prefetching stops until that visit is over: to replace another unit now
+        would give up one that is needed sooner.
+        """
+        self._fetch_upcoming()
+        visits = islice(self._order.upcoming_visits(), len(self.slots.buffers) + WEIGHT_BUFFERS)
+        self._ring.fill(visit.unit for visit in visits if self._passes_ring(visit))
+        self._is_settled = True
+
+    def _passes_ring(self, visit: Visit) -> bool:
+        """Whether a visit to come needs its unit's weights in the ring: for the slot, or to be updated."""
+        index = visit.unit
+        in_slot = index not in self._outdated and self.slots.find(index) is not None
+        return not in_slot or self._ring.updated_in(index) is visit.phase
+
+    def _fetch_upcoming(self) -> None:
+        slots, upcoming = self.slots, self._order.upcoming()
+        # units in idle slots, less those with a visit earlier than ``position`` in the loop
+        unused = slots.idle()
+        for position, index in enumerate(upcoming):
+            if not unused and slots.empty() is None:
+                return
+            slot = slots.find(index)
+            if slot is None:
+                before = upcoming[position - 1] if position else None
+                held = [unit for unit in slots.holder if unit not in (None, before)] if position else unused
+                slot = self._make_room(held, islice(upcoming, position + 1, None), unused)
+                if slot is None:
+                    return
+                self._fill(slot, self._units[index])
+            elif index in self._outdated:
+                # not in use: `check_idle` refuses updates of a layer that is running
+                self._fill(slot, self._units[index])
+            if index in unused:
+                unused.remove(index)
+
+    def resize(self, count: int) -> None:
+        """Have ``count`` slots, or as many fewer as the device has memory for, or more as are in use.
+
+        The caller waits until nothing uses the slots that go.
+        """
+        self.fill_alone(False)
+        while len(self.slots.buffers) < count:
+            try:
+                self._is_settled = False
+                self.slots.add()
+            except torch.OutOfMemoryError:
+                return
+        while (last := len(self.slots.buffers) - 1) >= count and last not in self.slots.busy:
+            unit = self.slots.holder[last]
+            if unit is not None:
+                self._reshard(unit)
+            self._issuer.wait((ops.weight_slot(last),), to_write=True)
+            for each in self._units:
+                each.forget_leaves()
+            self.slots.drop()
+            self._issuer.backend.device_trim()
+
+    def check_idle(self, unit: Unit) -> None:
+        """Raise RuntimeError if ``unit`` is running, which would go on with the weights of before."""
+        if self.slots.find(unit.index) in self.slots.busy:
+            raise RuntimeError(
+                f"optimizer.step() is called inside of layer '{unit.name}', whose weights it updates: call "
+                "it when the layer has returned"
+            )
+
+    def release(self) -> None:
+        """Give up the slots and the root's buffer."""
+        self.slots.buffers.clear()
+        self.parameters.release()
+        self.root_buffer = torch.empty(0, dtype=torch.uint8)
+
+    def update(self, unit: Unit, work: ShardUpdate, nbytes: int, source: Place) -> None:
+        """Queue ``work``, which moves ``nbytes`` of host memory, for the shard of ``unit``, from the gradient
+        in ``source``. Where its weights are on disk, it may be issued when they are read."""
+        if self._ring.passes(unit.index):
+            self._ring.update(unit.index, work, nbytes, source)
+        else:
+            self._state.update(unit.index, work, nbytes, source)
+
+    def update_issued(self, unit: Unit) -> None:
+        """The update of ``unit``'s host shard was issued: the trained weights in its slot are stale."""
+        self.parameters.changed(unit)
+        if unit.index == ROOT:
+            self.unshard_root(unit.layout.grad_nbytes)
+        elif (slot := self.slots.find(unit.index)) is not None:
+            self._outdated.add(unit.index)
+            self._is_settled = False
+            self._poison(unit.index, slot, unit.layout.grad_nbytes)
+
+    def replaced(self, unit: Unit) -> None:
+        """All of ``unit``'s host shard was exchanged, what is frozen too."""
+        self.fill_alone(False)
+        self._ring.forget(unit.index)
+        self.parameters.changed(unit)
+        if unit.index == ROOT:
+            self.unshard_root()
+        else:
+            self._reshard(unit.index)
+
+    def begin_anew(self) -> None:
+        """Take nothing for granted of the ring and of the slots, since something has failed."""
+        if self._before is not None:
+            self._order, self._before = self._before.order, None
+        for unit in self._units:
+            self._reshard(unit.index)
+        self._ring.begin_anew()
+
+    def unshard_root(self, nbytes: int | None = None) -> None:
+        """Copy the root unit's host shard, or its first ``nbytes``, to its place on the device."""
+        source = self._store.shards[ROOT].weight[:nbytes]
+        into = self.root_buffer[: source.numel()]
+        op = ops.unshard(ROOT, ROOT, source.numel())
+        self._issuer.issue(op, lambda: self._issuer.backend.copy(into, source))
+
+    def refresh(self, moved: Container[torch.Tensor] = ()) -> None:
+        """Take over what user code has written to parameters: of layers on the host, of the root on the
+        device.
+
+        Raises ValueError for those that were given other memory, unless they are ``moved`` for good.
+        """
+        for unit in self._units:
+            self.parameters.check_places(unit, moved)
+            self.refresh_layer(unit)
+        self.parameters.take_over_root(moved)
+
+    def refresh_layer(self, unit: Unit) -> None:
+        """`refresh` for a layer, whose copy in a slot may be old then."""
+        if (changed := self.parameters.take_over(unit)) is not Changed.NO:
+            self._renew(unit, changed)
+
+    def follow(self, units: Iterable[Unit]) -> None:
+        """Ranks have written ``units``, all of them or the first one of each machine for all of it: take over
+        what is on disk, and let there be on disk what follows from it."""
+        self.fill_alone(False)
+        for unit in units:
+            self.parameters.read_copy(unit)
+            if unit.index == ROOT:
+                self.parameters.take_over_root()
+            else:
+                self.refresh_layer(unit)
+
+    def _slot_for(self, unit: Unit) -> int:
+        idle = self.slots.idle()
+        slot = self._make_room(idle, self._order.upcoming(), idle)
+        if slot is None:
+            raise RuntimeError(
+                f"layer '{unit.name}' is called while every slot is in use by a layer around it: "
+                f"wrap with num_slots={len(self.slots.buffers) + 1} or more"
+            )
+        return slot
+
+    def _make_room(self, held: Iterable[int], upcoming: Iterable[int], may_go: Container[int]) -> int | None:
+        """An empty slot, or else that of the unit of ``held`` whose next use is farthest, if it may go."""
+        if (slot := self.slots.empty()) is not None:
+            return slot
+        unit = farthest(held, upcoming, self._nbytes)
+        return self._reshard(unit) if unit is not None and unit in may_go else None
+
+    def _reshard(self, unit: int) -> int | None:
+        """Give up the slot that holds ``unit``; which one it was."""
+        slot = self.slots.find(unit)
+        if slot is not None:
+            self._is_settled = False
+            self.slots.holder[slot] = None
+            self._outdated.discard(unit)
+            self._poison(unit, slot)
+        return slot
+
+    def _poison(self, unit: int, slot: int, nbytes: int | None = None) -> None:
+        if self._issuer.backend.poison:
+            buffer = self.slots.buffers[slot][:nbytes]
+            # bytes of ones are NaN in every floating-point format
+            self._issuer.issue(ops.reshard(unit, slot), lambda: buffer.fill_(255))
+
+    def _renew(self, unit: Unit, changed: Changed) -> None:
+        """What is in the slot of ``unit`` may be old, which ranks that gather do not all find out at the same
+        time: let it be new, and nothing else be changed."""
+        from_disk = self._ring.passes(unit.index)
+        # of weights on disk, an alias is one of a rank's own copy, which is not what runs
+        is_written = from_disk and changed is Changed.YES
+        if self._across is None or self._before is not None or is_written:
+            self._reshard(unit.index)
+        elif not from_disk and (slot := self.slots.find(unit.index)) is not None:
+            self._fill(slot, unit, alone=True)
+
+    def _fill(self, slot: int, unit: Unit, *, alone: bool = False) -> None:
+        """Queue the copy of ``unit`` into a slot; what is trained is enough where it is there already, but
+        outdated. Ranks that gather copy a part each, unless this one is to have it ``alone``."""
+        place = None
+        if self._ring.passes(unit.index):
+            source, place = self._ring.source(unit.index)
+        else:
+            source = self._store.shards[unit.index].weight
+        if self.slots.holder[slot] == unit.index and not alone:
+            source = source[: unit.layout.grad_nbytes]
+            self._outdated.discard(unit.index)
+        copy, into = self._issuer.backend.copy, self.slots.buffers[slot]
+        across = None if alone or self._before is not None else self._across
+        parts, own = (
+            (slice(0), [slice(0, source.numel())]) if across is None else across.parts(source.numel())
+        )
+
+        def work() -> None:
+            for piece in own:
+                copy(into[piece], source[piece])
+
+        nbytes = sum(piece.stop - piece.start for piece in own)
+        self._issuer.issue(ops.unshard(unit.index, slot, nbytes, place), work)
+        if across is not None and parts.stop:
+            across.all_gather(unit, slot, into.data[parts])
+        self.slots.holder[slot] = unit.index
