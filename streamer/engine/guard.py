@@ -4,13 +4,13 @@
 `optimizer.step()` returns while updates are still running. A layer's weights may be in a slot and in host
 memory at once. The user's code, and every library that it calls, does not have to know. A parameter of a
 wrapped model is an instance of a subclass of its class, and its gradient and the optimizer's state are
-`GuardedTensor`s. PyTorch calls `__torch_function__` of such a class in place of any function that is given
-one, in every thread, also for a tensor from a list that was made before `wrap`. There
+`GuardedTensor`s. PyTorch calls `__torch_function__` of such a class in place of any function with one as
+argument, in every thread, also for a tensor from a list that was made before `wrap`. There
 
 - a function that reads or writes the tensor waits for the work on that tensor's unit alone. One that asks for
   a shape or a dtype (`METADATA`) does not wait;
 - a function that gives other access to the tensor's memory (``p.data``, ``p.detach()``, ``p.numpy()``) makes
-  it *aliased*: `Access.after` is told, because nothing tells of a write through an alias;
+  it *aliased*: `Access.after` notes that, because PyTorch reports no write through an alias;
 - a copy to or from the tensor is done when it returns, ``non_blocking`` or not: see `_at_once`.
 
 Inside of the library these tensors are used as plain ones, in `unguarded` blocks.

@@ -53,7 +53,7 @@ class StatePager:
         ``then`` issues what is to follow the update at once, before the last of the state goes to disk."""
         shard = self._store.shards[unit]
         if not shard.disk.own:
-            # with state on disk, a share without a chunk has no elements, and the work is told so
+            # with state on disk, a share without a chunk has no elements to update
             whole = shard if weight is None else Window(shard, {WEIGHTS.name: weight})
             self._issuer.issue(ops.step(unit, source, nbytes, None, place), partial(work, whole))
             if then is not None:

@@ -52,12 +52,12 @@ class _Update(NamedTuple):
 
 
 class WeightRing:
-    """The ring of host buffers, of which there are none where all weights are in memory."""
+    """The ring of host buffers; it is empty where all weights are in memory."""
 
     def __init__(
         self, issuer: Issuer, store: HostStore, state: StatePager, gather: Gather | None = None
     ) -> None:
-        """``gather`` is given where machines divide the state."""
+        """Machines that divide the state need ``gather``."""
         self._issuer = issuer
         self._store = store
         self._state = state

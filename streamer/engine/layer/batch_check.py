@@ -43,6 +43,7 @@ from streamer.engine.layer.micro_batches import AmbiguousBatchError, BatchSlices
 from streamer.engine.layer.surroundings import autocast_settings
 from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.nested import Tensors, constants, flatten
+from streamer.errors import warn
 from streamer.quantized.parts import plain_parts
 
 #: The relative difference that rounding may make in 16 bits, and in fp32, where TF32 may be on.
@@ -86,15 +87,14 @@ def check_once(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tens
 
 
 def passes(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensors) -> bool:
-    """Whether the layer may run in slices, by `check_once`."""
+    """Whether the layer may run in slices, by `check_once`. Warns once for a kind of layer that may not."""
     if cut.kind in cut.checked.refused:
         return False
     try:
         check_once(cut, call, weights, inputs)
-    except WrongBatchError:
+    except Exception as error:  # if it is the layer that fails, the whole batch shows that, too
         cut.checked.refused.add(cut.kind)
-        return False
-    except Exception:  # if it is the layer that fails, the whole batch shows that, too
+        warn(f"layer '{call.unit.name}' runs its whole batch without gradients: {error}")
         return False
     return True
 

@@ -154,8 +154,9 @@ def test_a_wrong_cut_is_refused_and_batch_dims_make_it_right(name: str, grad: bo
     with torch.set_grad_enabled(grad):
         if grad:
             assert_refused(model, use, match, Exception, **options)
-        else:  # runs the whole batch
-            assert_as_plain(model, use, **options)
+        else:
+            with pytest.warns(UserWarning, match="runs its whole batch without gradients"):
+                assert_as_plain(model, use, **options)
         assert_as_plain(model, use, batch_dims=batch_dims, **CLOSE, **options)
 
 

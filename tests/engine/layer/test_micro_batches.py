@@ -225,7 +225,7 @@ def test_a_mask_as_long_as_the_batch_is_cut_only_if_it_has_a_batch() -> None:
     assert_close_to_plain(model, square, micro_batch_size=1, batch_dims={"mask": None})
     match = r"batch_dims=\{'mask': None\} if 'mask' has no batch"
     assert_refused(model, partial(square, step=0), match, RuntimeError, layers="layers", micro_batch_size=1)
-    with torch.no_grad():  # the whole batch at a time
+    with torch.no_grad(), pytest.warns(UserWarning, match="runs its whole batch without gradients"):
         assert_as_plain(model, partial(square, step=0), layers="layers", micro_batch_size=1)
 
 
@@ -429,7 +429,7 @@ def test_what_is_as_long_as_a_slice_by_chance_is_refused(what: Callable[..., Any
     match = f"{apart}|adds noise in evaluation"
     options = {"layers": "layers", "micro_batch_size": size}
     assert_refused(model, partial(of_caller, step=0), match, **options)
-    with torch.no_grad():
+    with torch.no_grad(), pytest.warns(UserWarning, match="runs its whole batch without gradients"):
         assert_as_plain(model, partial(of_caller, step=0), **options)
 
 
