@@ -225,10 +225,21 @@ def group_timeout(group: Any, device: torch.device) -> timedelta:
     return found if isinstance(found, timedelta) else timedelta(minutes=30)
 
 
-def group_store(group: Any) -> Any:
-    """The store by which the processes of ``group`` have found one another, by a connection of its own: a
-    connection has one request at a time."""
-    return group.get_group_store().clone()
+def store_of(name: str) -> Any:
+    """The store of torch.distributed, for keys that begin with ``name``, by a connection of its own."""
+    from torch import distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    group: Any = dist.group.WORLD
+    return PrefixStore(name, group.get_group_store().clone())
+
+
+def gloo_group(store: Any, name: str, rank: int, size: int, timeout: timedelta) -> Any:
+    """Connections between ``size`` processes that find one another in ``store`` under ``name``, for messages
+    between two of them. They are closed with the last reference."""
+    from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
+
+    return ProcessGroupGloo(PrefixStore(name, store), rank, size, timeout)
 
 
 def all_gather_flat(found: torch.Tensor, mine: torch.Tensor, group: Any) -> None:

@@ -135,16 +135,16 @@ def _train(
         if told is not None:
             print(told)
         # each machine has its own memory, for its part of every batch
-        settled, chosen = settle(
-            share_of_machine(config, ranks), ranks=ranks.local_size, machines=ranks.machines
-        )
+        here = share_of_machine(config, ranks.local_size, ranks.size)
+        settled, chosen = settle(here, ranks=ranks.local_size, machines=ranks.machines)
         config = replace(config, stream=settled.stream)
         if chosen is not None:
             print(f"chosen: {chosen.reason}")
     # what is free now may differ from rank to rank
     config = ranks.as_first("what was chosen", config)
     with ranks.checked():
-        plan = check_memory(share_of_machine(config, ranks), ranks.local_size, ranks.machines)
+        here = share_of_machine(config, ranks.local_size, ranks.size)
+        plan = check_memory(here, ranks.local_size, ranks.machines)
         space = _check_space(config, directory)
         with ranks.progress_of_first():
             data = load_data(config)
@@ -157,7 +157,6 @@ def _train(
             model = build_model(_leaving_room(config, plan), process_group=ranks.group)
         # unlike unwrap, close does not copy the weights back, for which there may be no memory
         ends.callback(wrapped(model).close)
-        ranks.share(model)
         with ranks.checked():
             optimizer = build_optimizer(
                 config.optimizer, model, skip_nonfinite=config.run.nonfinite == "skip"

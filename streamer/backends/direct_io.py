@@ -136,9 +136,9 @@ class ScratchFile:
         *,
         direct: bool = True,
         system: System,
-        of_other: tuple[str, int, str] | None = None,
+        of_other: tuple[int, int, str] | None = None,
     ) -> None:
-        """A file ``of_other``, a process that has made it, is opened at a path under /proc, with the
+        """A file ``of_other``, a process that has made it, has the descriptor that was passed here, with the
         ``alignment`` and the ``why_not`` that were found there."""
         self.folder = Path(folder)
         check_system(f"disk={self}")
@@ -151,7 +151,7 @@ class ScratchFile:
             )
         if not os.path.isdir(folder):
             raise DiskError(f"disk={self} is not a folder: give a folder", errno.ENOTDIR)
-        self._fd = self._open() if of_other is None else self._open_again(of_other[0])
+        self._fd = self._open() if of_other is None else of_other[0]
         self.nbytes = 0
         # a copy of the descriptor in a forked child goes with that child
         self._finalizer = weakref.finalize(self, _close, self._fd, Process())
@@ -159,8 +159,6 @@ class ScratchFile:
         if of_other is not None:
             self.share()
             _, self.alignment, self.why_not = of_other
-            if not self.why_not:
-                system.set_direct(self._fd)
             return
         self.alignment = ALIGNMENT
         self.why_not = "direct I/O is switched off"
@@ -266,16 +264,6 @@ class ScratchFile:
             raise DiskError(
                 f"disk={self}: this process can make no file there ({error.strerror}): change the folder's "
                 "permissions, or give another folder",
-                error.errno,
-            ) from error
-
-    def _open_again(self, path: str) -> int:
-        try:
-            return self._system.open(path, os.O_RDWR | os.O_CLOEXEC, 0)
-        except OSError as error:
-            raise DiskError(
-                f"disk={self}: this rank cannot open the file that the first one has made "
-                f"({error.strerror}): run all ranks as one user, in one container",
                 error.errno,
             ) from error
 

@@ -43,7 +43,7 @@ import torch
 from streamer.backends.base import Lane, Process
 from streamer.backends.direct_io import ScratchFile, System, too_full
 from streamer.backends.host_memory import mapped
-from streamer.backends.ranks import Ranks, together
+from streamer.backends.ranks import Ranks
 from streamer.backends.stored_tensors import Pieces, StoredTensors
 from streamer.backends.thread import Worker, run_all
 from streamer.errors import DiskError, warn
@@ -158,7 +158,7 @@ class Scratch:
         self._turns = itertools.count()
         self._uses: dict[Extent, _Use] = {}
         self._moved = dict.fromkeys(Direction, 0)
-        self._ranks = ranks
+        self._ranks = ranks or Ranks()
         with ExitStack() as opened:
             files = []
 
@@ -174,13 +174,13 @@ class Scratch:
                 make()
                 return [file.share() for file in files], [(file.alignment, file.why_not) for file in files]
 
-            if ranks is None:
+            if self._ranks.is_alone:
                 make()
             else:
-                paths, told = ranks.open_files("making scratch files", make_shared)
-                with together(ranks, "opening scratch files"):
-                    for folder, path, found in zip(folders, paths, told, strict=False):
-                        file = ScratchFile(folder, system=system or System(), of_other=(path, *found))
+                passed, found = self._ranks.share_files("making scratch files", make_shared)
+                for folder, number, known in zip(folders, passed, found, strict=True):
+                    if not self._ranks.is_first_of_machine:
+                        file = ScratchFile(folder, system=system or System(), of_other=(number, *known))
                         opened.callback(file.close)
                         files.append(file)
             opened.pop_all()
@@ -197,7 +197,7 @@ class Scratch:
     @property
     def is_shared(self) -> bool:
         """Whether other processes write the extents too, each of which may be read before it is written."""
-        return self._ranks is not None
+        return not self._ranks.is_alone
 
     def padded(self, nbytes: int) -> int:
         """Bytes of the buffer that a transfer of an extent of ``nbytes`` needs."""
@@ -232,12 +232,9 @@ class Scratch:
         self._check_open()
         before = [drive.file.nbytes for drive in self._drives]
         try:
-            if self._ranks is None:
-                self._allocate()
-            else:
-                self._ranks.led_on_machine("allocating scratch files", self._allocate)
-                for one in self._drives:
-                    one.file.nbytes = one.planned
+            self._ranks.on_first_of_machine("allocating scratch files", self._allocate)
+            for one in self._drives:
+                one.file.nbytes = one.planned
         except BaseException:
             for one, nbytes in zip(self._drives, before, strict=True):
                 one.planned = nbytes
@@ -443,7 +440,7 @@ class Disks:
         self.may_write = bool(folders)
         self.stored = stored or {}
         self._scratch = scratch
-        self._ranks = ranks
+        self._ranks = ranks or Ranks()
         if folders and ranks is None:
             scratch(folders).close()
 
@@ -457,12 +454,12 @@ class Disks:
 
     def open(self) -> Scratch:
         """New scratch files. Of ranks, a meeting."""
-        return self._scratch(self.folders, **({} if self._ranks is None else {"ranks": self._ranks}))
+        return self._scratch(self.folders, ranks=self._ranks)
 
     def reader(self, between: torch.Tensor) -> StoredTensors:
         """What reads the parameters in files, by way of ``between``."""
         reader = StoredTensors(between)
-        reader.told = None if self._ranks is None else self._ranks.tell
+        reader.told = self._ranks.tell
         return reader
 
     @staticmethod

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from streamer.backends.ranks import together
 from streamer.checkpoint.frozen import LeftOut, differing
 from streamer.checkpoint.manifest import NAME, Manifest
 from streamer.checkpoint.save import (
@@ -69,9 +68,9 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
     """
     path = Path(path)
     executor = wrapped(model).executor
-    ranks = None if executor.across is None else executor.across.ranks
+    ranks = executor.ranks
     with ExitStack() as opened:
-        with together(ranks, f"reading '{path}'", patient=True):
+        with ranks.together(f"reading '{path}'"):
             if isinstance(optimizer, AdamW):
                 check_owns(optimizer, executor)
             manifest = Manifest.read(path)
@@ -93,14 +92,14 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
                 gradient_scale = files.decoded(values["model"]["gradient_scale"], float)
                 skipped_steps = files.decoded(values["model"]["skipped_steps"], int)
                 load_optimizer = _optimizer_loader(files, optimizer)
-        opened.enter_context(together(ranks, f"loading '{path}'", patient=True))
+        opened.enter_context(ranks.together(f"loading '{path}'"))
         executor.wait_for_saving()
         # a step that has failed (on a disk, say) is made good by what is loaded
         executor.forget_failures()
         executor.synchronize()
         load_optimizer()
-        with together(ranks, f"loading weights from '{path}'", patient=True):
-            if ranks is None or ranks.leads_machine:
+        with ranks.together(f"loading weights from '{path}'"):
+            if ranks.is_first_of_machine:
                 _load_weights(files, executor)
         for unit in (*executor.units, executor.root):
             if any(slice.param.name in files.names[WEIGHTS] for slice in unit.layout.slices):
@@ -115,7 +114,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
         executor.skipped_steps = skipped_steps
         # the root's copy to the device is running, and no other op waits for it
         executor.synchronize()
-    if ranks is None or ranks.leads:
+    if ranks.is_first:
         set_random_states(random)
     elif len(of_ranks) == ranks.size - 1:
         set_random_states(of_ranks[ranks.rank - 1])

@@ -21,7 +21,7 @@ from torch import nn
 
 from streamer.backends.background import Handover, in_background
 from streamer.backends.base import Backend
-from streamer.backends.ranks import Ranks, together
+from streamer.backends.ranks import Ranks
 from streamer.checkpoint.frozen import LeftOut, left_out
 from streamer.checkpoint.manifest import Manifest, new_folder
 from streamer.checkpoint.tensors import (
@@ -104,19 +104,19 @@ def save(
     Of ranks all raise what has kept one of them from writing.
     """
     executor = wrapped(model).executor
-    ranks = None if executor.across is None else executor.across.ranks
+    ranks = executor.ranks
     of_ranks: list[dict[str, Any]] = []
-    if ranks is not None:
+    if not ranks.is_alone:
         executor.synchronize()
-        of_ranks = ranks.meet(f"saving step {step} to '{path}'", random_states())
+        of_ranks = ranks.exchange(f"saving step {step} to '{path}'", random_states())
     done: Future[None] = Future()
     what = partial(_content, model, optimizer, executor, dict(extra or {}), of_ranks, frozen=frozen)
-    if ranks is not None and (block or executor.store.is_divided):
+    if not ranks.is_alone and (block or executor.store.is_divided):
         _save_together(executor, ranks, Path(path), step, what)
         done.set_result(None)
         return done
-    with together(ranks, "writing a checkpoint", patient=True):
-        if ranks is None or ranks.leads:
+    with ranks.together("writing a checkpoint"):
+        if ranks.is_first:
             done = _save(executor, Path(path), step, what, block=block)
         else:
             done.set_result(None)
@@ -176,13 +176,13 @@ def _save_together(
     purposes = (*MASTERING, *MOMENTS[content.state_dtype])
     with ExitStack() as made:
         open_folder = partial(_open_folder, made, path, content.nbytes(units))
-        folder, token = ranks.led("beginning a checkpoint", open_folder)
+        folder, token = ranks.on_first("beginning a checkpoint", open_folder)
         # a folder that is on the first machine's own disk is written there alone
-        seen = ranks.meet("finding the folder of a checkpoint", _token_in(folder) == token)
+        seen = ranks.exchange("finding the folder of a checkpoint", _token_in(folder) == token)
         writer_of = _dealt(units, [rank for rank, sees in enumerate(seen) if sees])
         try:
             with content.flushing, ThreadPoolExecutor(1) as pool:
-                writing = [pool.submit(content.write, folder, content.files)] if ranks.leads else []
+                writing = [pool.submit(content.write, folder, content.files)] if ranks.is_first else []
                 for unit in units:
                     writer = writer_of[unit.index]
                     whole = executor.whole_shard(unit, purposes, to=writer)
@@ -193,12 +193,12 @@ def _save_together(
                     for written in writing:
                         written.result()
             with _writing(ranks, "writing a part of the manifest"):
-                if not ranks.leads and ranks.rank in writer_of.values():
+                if not ranks.is_first and ranks.rank in writer_of.values():
                     part = folder / f"part-{ranks.rank}"
                     part.mkdir()
                     Manifest(step, content.entries, {FROZEN: content.values[FROZEN]}, {}).write(part)
             with _writing(ranks, "writing a checkpoint"):
-                if ranks.leads:
+                if ranks.is_first:
                     for part in folder.glob("part-*"):
                         content.take_over(Manifest.read(part))
                         shutil.rmtree(part)
@@ -217,13 +217,13 @@ def _writing(ranks: Ranks, words: str) -> Iterator[None]:
     """A block that all ranks meet at the end of. An OSError of one is raised on all; of what else fails on
     one the others raise RanksError."""
     failed: OSError | None = None
-    with together(ranks, words, patient=True):
+    with ranks.together(words):
         try:
             yield
         except OSError as error:
             failed = error
     told = None if failed is None else (failed.errno, failed.strerror or str(failed), failed.filename)
-    everyone = ranks.meet(f"{words}: how it went", told)
+    everyone = ranks.exchange(f"{words}: how it went", told)
     if failed is not None:
         raise failed
     for rank, other in enumerate(everyone):

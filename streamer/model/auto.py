@@ -205,8 +205,7 @@ def plan_of(
 
     def planned_with(given: WrapOptions, choice: Choice) -> StepPlan:
         backend = VirtualBackend(roomy)
-        ranks = VirtualRanks(backend) if roomy.has_ranks else None
-        planned = stream(skeleton(model).train(), backend, given, ranks=ranks)
+        planned = stream(skeleton(model).train(), backend, given, ranks=VirtualRanks(backend))
         executor = wrapped(planned).executor
         try:
             step = batch.step(planned)

@@ -72,7 +72,7 @@ def attach_guards(
                 # an update may be about to write the parameters that the module reads, and user code may call
                 # the module without calling the model
                 keep(module.register_forward_pre_hook(begin))
-        if executor.across is not None:
+        if not executor.ranks.is_alone:
             model.__dict__[PREPARED] = _Prepared()
             stack.callback(model.__dict__.pop, PREPARED, None)
         for unit in (*executor.units, executor.root):
@@ -146,7 +146,7 @@ class _BeforeAdding:
         executor, unit = self.executor, self.unit
         if not is_added_to(torch.autograd.graph.get_gradient_edge(unit.params[self.position]).node):
             return
-        if executor.across is not None:
+        if not executor.ranks.is_alone:
             if unit is not executor.root:
                 name = unit.layout.slices[self.position].param.name
                 raise RuntimeError(

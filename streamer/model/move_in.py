@@ -241,7 +241,7 @@ class MoveIn:
         units: Sequence[Unit],
         store: HostStore,
         initialise: Initialiser | None,
-        ranks: Ranks | None = None,
+        ranks: Ranks,
     ) -> None:
         """Of ``ranks``, which share the shards, the first one gives the values, to other machines too."""
         self._ranks = ranks
@@ -259,7 +259,7 @@ class MoveIn:
 
     @property
     def _gives_values(self) -> bool:
-        return self._ranks is None or self._ranks.leads_machine
+        return self._ranks.is_first_of_machine
 
     def run(self) -> None:
         """Move all units; a progress bar shows where that takes more than a second."""
@@ -268,8 +268,8 @@ class MoveIn:
         bar = tqdm(self._units, "to host memory", unit="unit", delay=1.0, mininterval=interval, leave=False)
         for unit, shard in zip(bar, self._store.shards, strict=True):
             self._take(unit, shard)
-        if self._ranks is not None:
-            self._ranks.meet("all weights are in host memory")
+        if not self._ranks.is_alone:
+            self._ranks.exchange("all weights are in host memory")
             whole = (
                 held
                 for shard in self._store.shards
@@ -312,8 +312,8 @@ class MoveIn:
         virtual = self._backend.device.type == "meta"
         if not virtual:
             of_first = dict[Slice, torch.Tensor]()
-            if self._ranks is not None and self._ranks.machines > 1:
-                of_first = self._of_first_machine(self._ranks, unit, shard)
+            if self._ranks.machines > 1:
+                of_first = self._of_first_machine(unit, shard)
             if self._gives_values:
                 with self._store.weights_in(shard):
                     for slice, param in unit.placed():
@@ -341,7 +341,7 @@ class MoveIn:
                 owner._buffers[name] = self._moved_buffers[buffer]
         give_back_freed()
 
-    def _of_first_machine(self, ranks: Ranks, unit: Unit, shard: HostShard) -> dict[Slice, torch.Tensor]:
+    def _of_first_machine(self, unit: Unit, shard: HostShard) -> dict[Slice, torch.Tensor]:
         """The first machine's values of what is not copied from its host memory to the others' later: weights
         on disk, and short ones whose masters are on disk, or in parts on the machines."""
         out, wanted = shard.weights_on_disk, list[tuple[Slice, torch.dtype, torch.Tensor]]()
@@ -358,8 +358,8 @@ class MoveIn:
             for slice, dtype, param in wanted
             if self._gives_values
         }
-        ranks.meet(f"'{unit.name}' is about to be in host memory")
-        ranks.replicate(each.view(-1) for each in values.values())
+        self._ranks.exchange(f"'{unit.name}' is about to be in host memory")
+        self._ranks.replicate(each.view(-1) for each in values.values())
         return values
 
 

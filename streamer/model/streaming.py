@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-import torch
 from torch import nn
 
 import streamer_native as native
@@ -52,7 +51,8 @@ def stream(
 ) -> M:
     """Wrap ``model`` on ``backend``. `streamer.wrap` documents the options and what is raised; none may be
     "auto" here. ``chosen`` is how those that were "auto" were chosen, ``ranks`` are those that share the
-    weights."""
+    weights, this process alone if None."""
+    ranks = ranks or Ranks()
     with ExitStack() as undo:
         options.check()
         num_slots, micro_batch_size = options.num_slots, options.micro_batch_size
@@ -73,9 +73,9 @@ def stream(
         if limit is not None:
             backend.limit_device(limit)
         host_threads = options.host_threads
-        if host_threads is None and (backend.device.type == "cuda" or ranks is not None):
+        if host_threads is None and (backend.device.type == "cuda" or not ranks.is_alone):
             # ranks share the cores, and each GPU's kernels are launched by a thread that has one for itself
-            cores = native.num_threads_available() // (1 if ranks is None else ranks.local_size)
+            cores = native.num_threads_available() // ranks.local_size
             host_threads = max(1, cores - (backend.device.type == "cuda"))
         # no work of the host runs on a virtual backend
         if host_threads is not None and not virtual:
@@ -84,7 +84,7 @@ def stream(
         room = replace(room, host_limit=host_limit)
         plain_dtypes = {param: param.dtype for unit in (*units, root) for param in unit.params}
         slots = min(slots, len(units))
-        division = Division() if ranks is None else Division(ranks.local_size, ranks.state_machines)
+        division = Division(ranks.local_size, ranks.state_machines)
 
         def plan_of(units: Sequence[Unit], root: Unit, num_slots: int) -> Ledger:
             return ledger(
@@ -92,7 +92,7 @@ def stream(
                 num_slots=min(num_slots, len(units)),
                 buffers=buffer_bytes((*units, root)),
                 update_in_backward=in_backward,
-                averages_in_fp32=ranks is not None and options.grad_dtype is not None,
+                averages_in_fp32=not ranks.is_alone and options.grad_dtype is not None,
                 division=division,
             )
 
@@ -115,30 +115,26 @@ def stream(
                 may_write=disks.may_write,
                 division=division,
             )
-        if ranks is not None:
-            # what is free differs from rank to rank
-            planned, placement = ranks.as_first((planned, placement))
+        # what is free differs from rank to rank
+        planned, placement = ranks.from_first("planning memory", (planned, placement))
         # ranks have the host's memory once on each machine, which its first one takes with what is each one's
-        everything = of_all_ranks(planned.host, 1 if ranks is None else ranks.local_size)
-        on_host = {**everything, **moments} if ranks is None or ranks.leads_machine else {}
+        everything = of_all_ranks(planned.host, ranks.local_size)
+        on_host = {**everything, **moments} if ranks.is_first_of_machine else {}
         replace(planned, host=on_host).check(room, device_remedy=remedy, frozen=frozen_matrices(layouts))
-        allocate, reserve = backend.host_buffer, backend.host_reserve
-        if ranks is not None:
-            ranks.agree(_told(options, slots, (*units, root)))
-            allocate, reserve = partial(_shared, backend, ranks), partial(_reserved, backend, ranks)
-            if isinstance(disks, Disks):
-                disks = disks.among(ranks)
+        ranks.check_same(_same_on_all(options, slots, (*units, root)))
+        if isinstance(disks, Disks):
+            disks = disks.among(ranks)
         store = HostStore(
             layouts,
-            allocate,
-            reserve,
+            partial(ranks.host_buffer, backend),
+            partial(ranks.host_reserve, backend),
             disks=disks,
             placement=placement,
-            rank=0 if ranks is None else ranks.local_rank,
+            rank=ranks.local_rank,
             division=division,
-            machine=0 if ranks is None else ranks.machine,
+            machine=ranks.machine,
             private=backend.host_buffer,
-            is_shared=ranks is not None and ranks.size > 1,
+            is_shared=not ranks.is_alone,
         )
         undo.callback(store.close_disks)
         initialise = None if init is None or virtual else Initialiser(init, backend.device, units)
@@ -187,7 +183,7 @@ def _disks(backend: Backend, disk: Folders | Disks) -> HostDisks:
     return disk if isinstance(disk, Disks) else Disks(folders_of(disk))
 
 
-def _told(options: WrapOptions, num_slots: int, units: Sequence[Unit]) -> list[str]:
+def _same_on_all(options: WrapOptions, num_slots: int, units: Sequence[Unit]) -> list[str]:
     """A line for all that must be the same on all ranks."""
     same = ("dtype", "update", "grad_dtype", "gather_weights")
     lines = [f"{name}={getattr(options, name)}" for name in same] + [f"num_slots={num_slots}"]
@@ -204,21 +200,9 @@ def _told(options: WrapOptions, num_slots: int, units: Sequence[Unit]) -> list[s
     return lines
 
 
-def _shared(backend: Backend, ranks: Ranks, nbytes: int, *, pinned: bool) -> torch.Tensor:
-    buffer = ranks.shared(nbytes, in_forks=backend.device.type == "cpu")
-    if pinned:
-        backend.pin(buffer)
-    return buffer
-
-
-def _reserved(backend: Backend, ranks: Ranks, nbytes: int) -> torch.Tensor:
-    return ranks.shared(nbytes, in_forks=backend.device.type == "cpu", touched=False)
-
-
-def _close(backend: Backend, store: HostStore, end_service: Callable[[], None], ranks: Ranks | None) -> None:
+def _close(backend: Backend, store: HostStore, end_service: Callable[[], None], ranks: Ranks) -> None:
     end_service()
     # what this rank has begun it ends, for the others wait for it
     backend.close()
-    if ranks is not None:
-        ranks.leave()
+    ranks.leave()
     store.close_disks()

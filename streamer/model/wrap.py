@@ -213,28 +213,26 @@ def wrap(
         undo.callback(backend.close)
         chosen = None
         ranks = _ranks(process_group, backend)
-        if ranks is not None:
-            undo.callback(ranks.leave)
-            undo.push(partial(_tell_of_failure, ranks))
+        undo.callback(ranks.leave)
+        undo.push(partial(_tell_of_failure, ranks))
         if example is not None or AUTO in may_be_auto(options):
-            there = (1, 1) if ranks is None else (ranks.local_size, ranks.state_machines)
+            there = ranks.local_size, ranks.state_machines
             chosen = choose_options(model, backend, options, example, machine, *there)
             # what is free may differ from rank to rank
-            chosen = chosen if ranks is None else ranks.as_first(chosen)
+            chosen = ranks.from_first("choosing options", chosen)
             options = replace(options, **chosen.choice.options())
         stream(model, backend, options, chosen, ranks)
         undo.pop_all()
     return model
 
 
-def _ranks(process_group: ProcessGroup | DeviceMesh | None, backend: Backend) -> Ranks | None:
-    if process_group is not None:
-        return Ranks(process_group, backend.device)
-    planned = isinstance(backend, VirtualBackend) and backend.machine.has_ranks
-    return VirtualRanks(backend) if isinstance(backend, VirtualBackend) and planned else None
+def _ranks(process_group: ProcessGroup | DeviceMesh | None, backend: Backend) -> Ranks:
+    if isinstance(backend, VirtualBackend) and process_group is None:
+        return VirtualRanks(backend)
+    return Ranks(process_group, backend.device)
 
 
 def _tell_of_failure(ranks: Ranks, kind: object, error: BaseException | None, trace: object) -> None:
-    """Let the other ranks, which wait for this one in `Ranks.agree`, know why it does not come."""
-    if isinstance(error, Exception) and not ranks.has_agreed:
-        ranks.agree((), failed=error)
+    """Let the other ranks, which wait for this one, know why it does not come."""
+    if isinstance(error, Exception):
+        ranks.tell(error)

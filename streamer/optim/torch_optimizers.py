@@ -53,7 +53,7 @@ def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
                 f"update='backward' updates layers by streamer.AdamW, not {type(optimizer).__name__}: "
                 "wrap with update='step' to use another optimizer"
             )
-        if running.across is not None:
+        if not running.ranks.is_alone:
             raise RuntimeError(
                 f"{type(optimizer).__name__} would update the weights, which the ranks share, once for each "
                 "rank: use streamer.AdamW, of which each rank updates a share"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from streamer.backends.base import Backend
 from streamer.backends.machines import Placement
-from streamer.backends.ranks import Channel, Ranks, Turn
+from streamer.backends.ranks import Ranks
 from streamer.simulate.backend import VirtualBackend
 
 T = TypeVar("T")
@@ -19,32 +20,27 @@ class VirtualRanks(Ranks):
     plan. Nothing is shared, sent or waited for."""
 
     def __init__(self, backend: VirtualBackend) -> None:
+        super().__init__()
         here, machines = backend.machine.ranks, backend.machine.machines
-        self.rank, self.size = 0, here * machines
+        self.size = here * machines
         rows = tuple(tuple(range(start, start + here)) for start in range(0, self.size, here))
         self._place(Placement(rows, 0), are_replicas=False)
-        self.has_agreed = False
         self._backend = backend
 
-    def agree(self, told: object, failed: BaseException | None = None) -> None:
-        self.has_agreed = True
+    def exchange(self, what: str, value: object = None, **how: object) -> list[Any]:
+        return [value] * self.size
 
-    def as_first(self, value: T) -> T:
-        return value
-
-    def shared(self, nbytes: int, *, in_forks: bool, touched: bool = True) -> torch.Tensor:
-        return self._backend.host_buffer(nbytes)
-
-    def _led(self, words: str, work: Callable[[], T], leader: int) -> T:
+    def _on(self, leader: int, what: str, work: Callable[[], T]) -> T:
         return work()
 
-    def issue(self, channel: Channel) -> Turn:
-        return Turn(channel, 0)
+    def tell(self, error: BaseException) -> None:
+        return
 
-    def meet(
-        self, words: str, brought: object = None, *, turn: object = None, patient: bool = False
-    ) -> list[object]:
-        return [brought] * self.size
+    def host_buffer(self, backend: Backend, nbytes: int, *, pinned: bool) -> torch.Tensor:
+        return backend.host_buffer(nbytes, pinned=pinned)
+
+    def host_reserve(self, backend: Backend, nbytes: int) -> torch.Tensor:
+        return backend.host_reserve(nbytes)
 
     def all_gather(self, whole: torch.Tensor) -> None:
         return
@@ -67,7 +63,4 @@ class VirtualRanks(Ranks):
         return self._backend.machine.as_between_gpus(nbytes)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        return
-
-    def leave(self) -> None:
         return

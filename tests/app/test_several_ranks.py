@@ -23,7 +23,7 @@ from streamer.app.config import load_config
 from streamer.app.machine_file import machine
 from streamer.app.plan.planning import plan_run
 from streamer.app.run import loop, run_folder
-from streamer.app.run.ranks import RunRanks, share_of_machine
+from streamer.app.run.ranks import share_of_machine
 from streamer.backends import ranks
 from streamer.checkpoint import save
 from tests.app.common import HOME, chat, least_of, logged, sets
@@ -172,7 +172,7 @@ def test_two_ranks_train_as_one_process_does(config: Path, tmp_path: Path) -> No
 def on_machines_of_their_own(rank: int) -> None:
     """As torchrun --nnodes starts them, with one process on each machine."""
     os.environ.update({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)})
-    ranks.machine_id = lambda: f"machine {rank}"
+    ranks.machine_name = lambda: f"machine {rank}"
     interrupt(rank)
 
 
@@ -195,8 +195,8 @@ def test_two_machines_train_as_one_process_does(config: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(("batch", "here", "share"), [(8, 8, 8), (8, 4, 4), (9, 4, 5), (8, 1, 1)])
 def test_a_machine_plans_with_its_part_of_a_batch(config: Path, batch: int, here: int, share: int) -> None:
     given = load_config(config, [f"data.batch_size={batch}"])
-    assert share_of_machine(given, RunRanks(0, 8, here)).data.batch_size == share
-    assert share_of_machine(given, RunRanks()).data.batch_size == batch
+    assert share_of_machine(given, here, 8).data.batch_size == share
+    assert share_of_machine(given, 1, 1).data.batch_size == batch
 
 
 def interrupt(rank: int) -> None:

@@ -179,7 +179,7 @@ def everyone(machines: int | str | None = None) -> Any:
     """All ranks: as a mesh whose so many rows are taken for machines, or as a group, which is told that each
     rank is on the machine of its letter, if there are any."""
     if isinstance(machines, str):
-        ranks.machine_id = lambda: machines[dist.get_rank()]
+        ranks.machine_name = lambda: machines[dist.get_rank()]
     if not isinstance(machines, int):
         return dist.group.WORLD
     return init_device_mesh("cpu", (machines, dist.get_world_size() // machines))

@@ -250,7 +250,7 @@ TOLD: dict[str, tuple[Callable[[int, str], None], int, str, str]] = {
     "no folder": (
         has_no_folder,
         2,
-        rf"RanksError: wrap has failed on rank 1: DiskError: .*no such folder.* {THERE}",
+        rf"RanksError: rank 1 has failed: DiskError: .*no such folder.* {THERE}",
         "DiskError: .*no such folder",
     ),
     "a write fails": (

@@ -1,4 +1,4 @@
-"""Ranks that come apart, end or hang: the others are told so, in a line, and none waits for ever."""
+"""Ranks that do different things, end or hang: the others are told so, in a line, and none waits for ever."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 import streamer
-from streamer.backends.ranks import together
 from streamer.engine.handle import wrapped as handle_of
 from streamer.errors import RanksError
 from tests.ranks.common import run_ranks
@@ -25,11 +24,6 @@ from tests.ranks.programs import WIDTH, backward, everyone, model, part
 
 #: Seconds of the group's timeout, for a rank that neither ends nor comes.
 TIMEOUT = 3.0
-
-
-def timeout(machines: int | None) -> float:
-    """A machine may be late by half of it."""
-    return TIMEOUT if machines is None else 3 * TIMEOUT
 
 
 #: Of a rank that runs a program here: the machines that the ranks are taken to be on, None for a group.
@@ -153,8 +147,8 @@ def auto_fails(rank: int) -> None:
 
 
 def fails_beside_a_collective(rank: int) -> None:
-    """The process of a rank that has told an error ends while the other averages with it."""
-    ranks = handle_of(wrapped()).executor.across.ranks
+    """The process of a rank that has told of an error ends while the other averages with it."""
+    ranks = handle_of(wrapped()).executor.ranks
     if rank:
         ranks.tell(ValueError("the disk is broken"))
         os._exit(3)
@@ -171,7 +165,7 @@ def raises(rank: int) -> None:
 def sleeps(rank: int) -> None:
     made = wrapped()
     if rank:
-        time.sleep(1.2 * timeout(MACHINES[0]))
+        time.sleep(1.2 * TIMEOUT)
         os._exit(3)
     backward(made, 0, rank, 1, None)
 
@@ -187,9 +181,9 @@ def outside(rank: int) -> None:
     made.layers[0].up.weight.square().sum().backward()
 
 
-def cannot_go_on(rank: int, *, leads: bool) -> None:
+def cannot_go_on(rank: int, *, is_first: bool) -> None:
     """The first rank has told that it cannot go on before its error ends what it does with the others."""
-    ranks = handle_of(wrapped()).executor.across.ranks
+    ranks = handle_of(wrapped()).executor.ranks
 
     def work() -> None:
         if rank == 0:
@@ -197,19 +191,19 @@ def cannot_go_on(rank: int, *, leads: bool) -> None:
             ranks.tell(error)
             raise error
 
-    if leads:
-        ranks.led("writing", work)
+    if is_first:
+        ranks.on_first("writing", work)
     else:
-        with together(ranks, "writing"):
+        with ranks.together("writing"):
             work()
 
 
 def fails_together(rank: int) -> None:
-    cannot_go_on(rank, leads=False)
+    cannot_go_on(rank, is_first=False)
 
 
 def fails_leading(rank: int) -> None:
-    cannot_go_on(rank, leads=True)
+    cannot_go_on(rank, is_first=True)
 
 
 PROGRAMS = {
@@ -223,7 +217,7 @@ PROGRAMS = {
     )
 }
 
-APART = "RanksError: the ranks have come apart"
+APART = "RanksError: the ranks do not do the same"
 BROKEN = ("ValueError: the disk is broken", "RanksError: rank 0 has failed: ValueError: the disk is broken")
 
 #: What rank 0 is told, and rank 1.
@@ -231,23 +225,23 @@ TOLD = {
     "other_model": (("ValueError: the ranks were not given the same: .*'root: norm.bias",) * 2),
     "other_options": ("ValueError: the ranks were not given the same: rank 0 has 'num_slots=1'",) * 2,
     "wrap_fails": (
-        "RanksError: wrap has failed on rank 1: ValueError: num_slots=0",
+        "RanksError: rank 1 has failed: ValueError: num_slots=0",
         "ValueError: num_slots=0",
     ),
     "more_batches": ("", "RanksError: rank 0 has ended, or has unwrapped its model"),
-    "save_alone": (APART, APART + ".*rank 1 to: saving step 0 to '/nowhere'"),
+    "save_alone": ("RanksError: rank [01] did not come within 3 s to: ",) * 2,
     "other_rate": (APART + ".*rank 1 to: optimizer.step.*lr 0.002",) * 2,
-    "skips_a_layer": (APART + ".*rank 0 to: averaging the gradient of 'layers.1'",) * 2,
+    "skips_a_layer": (APART + ".*(averaging the gradient of 'layers.1'|a backward of 2 layers)",) * 2,
     "without_group": ("", ""),
     "writes_at_once": ("", ""),
     "zeroes_and_scales": ("", ""),
     "auto": ("", ""),
-    "auto_fails": ("RanksError: wrap has failed on rank 1: ValueError: .*example=", "ValueError: .*example="),
+    "auto_fails": ("RanksError: rank 1 has failed: ValueError: .*example=", "ValueError: .*example="),
     "fails_together": BROKEN,
     "fails_leading": BROKEN,
     "fails_beside_a_collective": ("RanksError: rank 1 has failed: ValueError: the disk is broken", None),
     "raises": ("RanksError: rank 1 has ended", None),
-    "sleeps": ("RanksError: rank 1 did not come within [39] s", None),
+    "sleeps": ("RanksError: rank 1 did not come within 3 s", None),
     "other_optimizer": ("RuntimeError: SGD would update the weights.*use streamer.AdamW",) * 2,
     "outside": ("RuntimeError: 'layers.0.up.weight' is used outside of its layer",) * 2,
 }
@@ -262,7 +256,7 @@ TOLD = {
 )
 def test_ranks_are_told_what_is_wrong(name: str, machines: int | None) -> None:
     began = time.monotonic()
-    answers = run_ranks(2, told, name, machines, timeout=timeout(machines), may_end=True)
+    answers = run_ranks(2, told, name, machines, timeout=TIMEOUT, may_end=True)
     for answer, expected in zip(answers, TOLD[name], strict=True):
         if expected is None:
             assert answer is None
@@ -324,7 +318,7 @@ def test_a_rank_that_is_killed_is_named_and_leaves_nothing(
     def kill(moment: str) -> list[Any]:
         (tmp_path / moment).mkdir()
         given = moment, str(tmp_path / moment), machines
-        return run_ranks(size, killed, *given, timeout=timeout(2), may_end=True)
+        return run_ranks(size, killed, *given, timeout=TIMEOUT, may_end=True)
 
     # those who live wait for most of the time
     with ThreadPoolExecutor() as pool:
@@ -335,7 +329,7 @@ def test_a_rank_that_is_killed_is_named_and_leaves_nothing(
         assert nothing is None, moment
         for error, of_rank in answers:
             assert re.match(f"rank {size - 1} has ended", error), (moment, error)
-            assert of_rank
+            assert size == machines or of_rank
             memory |= of_rank
         # the last complete checkpoint is there, and nothing else
         assert [path.name for path in (tmp_path / moment).iterdir()] == ["saved"], moment

@@ -75,7 +75,7 @@ def test_with_one_seed_ranks_equal_plain_pytorch() -> None:
 @pytest.mark.parametrize("gathers", [False, True])
 def test_with_two_seeds_the_error_has_the_line_to_add(gathers: bool) -> None:
     for error in run_ranks(2, with_two_seeds, gathers):
-        assert error.startswith("the ranks have come apart. Last came rank 0 to: ")
+        assert error.startswith("the ranks do not do the same. Last came rank 0 to: ")
         assert "'layers." in error
         assert "all ranks need one seed for that, so add torch.manual_seed(step) before each forward" in error
         assert "\n" not in error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,12 @@ def test_host_memory_does_not_grow_with_the_ranks() -> None:
         shared = sum(nbytes for _, _, nbytes in found)
         private = host["gradient staging"]
         states = count * (sum(on_each.values()) - private)
-        table = count * size << 20
-        assert states <= shared <= states + table + (1 << 17)
+        if size == 1:  # shares nothing
+            assert not shared
+            continue
+        # memory comes in pages: of each buffer the last one, of padding, may not have been written
+        rounding = count * len(on_each) * mmap.PAGESIZE
+        assert states - rounding <= shared <= states + rounding
 
 
 def divided(host: dict[str, int]) -> dict[str, int]:

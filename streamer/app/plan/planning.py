@@ -236,7 +236,7 @@ def _wrapped(options: Mapping[str, Any], config: Config, machine: Machine) -> nn
     if has_files and (options["disk"] is not None or _has_quantized(config)):
         disks = None
         if options["disk"] is not None:
-            disks = Disks(folders_of(options["disk"]), lambda folders: cast(Scratch, VirtualScratch()))
+            disks = Disks(folders_of(options["disk"]), lambda *_, **__: cast(Scratch, VirtualScratch()))
         try:
             return from_files(config.model, config.lora, {**options, "disk": disks, "backend": backend})
         except ConfigError:

@@ -18,13 +18,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from streamer.app.config import Config, ConfigError
 from streamer.app.data.splits import IGNORED
 from streamer.backends.ranks import Ranks
-from streamer.checkpoint.tensors import in_a_line
-from streamer.engine.handle import wrapped
 from streamer.errors import CheckpointError, RanksError
 
 T = TypeVar("T")
@@ -39,44 +36,25 @@ class ToldByTheFirstError(Exception):
 class RunRanks:
     """The ranks of a run, as one of them sees them; by default the one that there is without torchrun."""
 
-    def __init__(self, rank: int = 0, size: int = 1, local_size: int | None = None) -> None:
-        """Of ``size`` ranks ``local_size`` are on this machine, by default all."""
-        self.rank, self.size = rank, size
-        self.local_size = size if local_size is None else local_size
-        self._meetings: Ranks | None = None
-
-    @property
-    def machines(self) -> int:
-        """On how many machines the ranks are, as torchrun has started them."""
-        return self.size // self.local_size
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks or Ranks()
+        self.rank, self.size = self._ranks.rank, self._ranks.size
+        #: of these ranks so many are on this machine
+        self.local_size, self.machines = self._ranks.local_size, self._ranks.machines
 
     @property
     def leads(self) -> bool:
-        return self.rank == 0
+        return self._ranks.is_first
 
     @property
     def group(self) -> Any:
         """`streamer.wrap`'s ``process_group``."""
         return None if self.size == 1 else dist.group.WORLD
 
-    def share(self, model: nn.Module) -> None:
-        """From now on the ranks meet where those of ``model`` do, which was wrapped: a rank that ends is
-        noticed at once there."""
-        across = wrapped(model).executor.across
-        self._meetings = None if across is None else across.ranks
-
     def meet(self, words: str, brought: T) -> list[T]:
-        """What each rank has ``brought`` to the meeting that ``words`` tell of; all ranks come to it. However
-        long another one takes, for instance to write files, it is waited for while it lives."""
-        if self._meetings is not None:
-            return self._meetings.meet(words, brought, patient=True)
-        everyone: list[Any] = [brought] * self.size
-        if self.size > 1:
-            try:
-                dist.all_gather_object(everyone, brought)
-            except RuntimeError as error:
-                raise RanksError(f"{words}: another rank has ended ({in_a_line(error)})") from error
-        return everyone
+        """What each rank has ``brought`` to the exchange that ``words`` tell of; all ranks come to it.
+        However long another one takes, for instance to write files, it is waited for while it lives."""
+        return self._ranks.exchange(words, brought, patient=True)
 
     @contextmanager
     def progress_of_first(self) -> Iterator[None]:
@@ -167,9 +145,10 @@ def least_batch(config: Config, size: int) -> int:
     return size * config.data.accumulate if size > 1 else 1
 
 
-def share_of_machine(config: Config, ranks: RunRanks) -> Config:
-    """``config`` with the part of a batch that is this machine's, to plan what its ranks do."""
-    batch = -(-config.data.batch_size * ranks.local_size // ranks.size)
+def share_of_machine(config: Config, here: int, size: int) -> Config:
+    """``config`` with the part of a batch that is this machine's, to plan what the ranks ``here`` do, of
+    ``size`` in all."""
+    batch = -(-config.data.batch_size * here // size)
     return replace(config, data=replace(config.data, batch_size=batch))
 
 
@@ -206,7 +185,7 @@ def ranks_of_run(device: str | None) -> Iterator[RunRanks]:
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    ranks = RunRanks(dist.get_rank(), size, here)
+    ranks = RunRanks(Ranks(dist.group.WORLD, torch.device(kind)))
     try:
         with contextlib.nullcontext() if ranks.leads else _silent():
             yield ranks

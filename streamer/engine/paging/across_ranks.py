@@ -35,8 +35,8 @@ share of this rank, and the weights of all:
     1READ_WEIGHTS@1     the whole layer
     1UNSHARD@0
 
-The caller's thread meets the others' at the end of a backward, when ``p.grad`` is
-whole, and wherever user code is about to write what all see.
+The caller's threads exchange at the end of a backward, when ``p.grad`` is whole, and wherever user code is
+about to write what all see. A rank that is alone issues none of these ops.
 
 Ranks of several machines have a host state on each, where the ranks of that machine have their shares. REDUCE
 adds a share up within each machine, then its owners, one on each machine, make the mean over all ranks of it.
@@ -69,7 +69,7 @@ backward ends: what was averaged before is the same on all ranks, and the mean l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import pairwise, product
@@ -77,7 +77,7 @@ from operator import or_
 
 import torch
 
-from streamer.backends.ranks import LAYER_AVERAGED, LAYER_GATHERED, Channel, Ranks, Turn
+from streamer.backends.ranks import LAYER_AVERAGED, LAYER_GATHERED, Channel, Ranks
 from streamer.engine.disk.state import masters_of
 from streamer.engine.guard import Access, Kind, Touch, as_plain
 from streamer.engine.paging.host_gradient import HostGradient, is_summed
@@ -140,7 +140,7 @@ class Reduced:
 
 
 class AcrossRanks:
-    """The ranks' common work for one wrapped model. [Note: ranks]"""
+    """The ranks' common work for one wrapped model, of which a rank that is alone has none. [Note: ranks]"""
 
     def __init__(
         self,
@@ -161,13 +161,14 @@ class AcrossRanks:
         self._root = root
         self._store = store
         layouts = [unit.layout for unit in (*units, root)]
-        averaging = reduce_bytes(layouts) if in_fp32 else 0
+        averaging = reduce_bytes(layouts) if in_fp32 and not ranks.is_alone else 0
         self.buffer = issuer.backend.device_buffer(max(averaging, gather_bytes(layouts, store.division)))
         #: that of the buffer in which gradients are averaged
         self._exact = self.buffer[:averaging].view(FP32)
         #: whether the mean of a gradient is for the rank alone that updates from it
         self._for_one = store.is_divided and in_backward
-        self._squares = issuer.backend.host_buffer(4 * len(units) if in_backward else 0).view(FP32)
+        on_host = in_backward and not ranks.is_alone
+        self._squares = issuer.backend.host_buffer(4 * len(units) if on_host else 0).view(FP32)
         #: what a plan takes for the sum of squares, since its lanes do no work
         is_planned = issuer.backend.device.type == "meta"
         self._without_values = torch.empty((), device="meta") if is_planned else None
@@ -176,11 +177,13 @@ class AcrossRanks:
         self._parts = {unit.index: store.division.parts(unit.layout) for unit in (*units, root)}
         self._used: dict[int, int] = {}
         self._new: dict[int, int] = {}
+        #: gradients that were averaged in the backward that is running
+        self._num_reduced = 0
 
     def reduce(self, unit: Unit, slot: int, gradient: torch.Tensor, used: Sequence[bool]) -> Reduced:
         """Average this rank's share of the gradient of ``unit`` in ``slot``, of which it has ``used`` some.
         The rest of the slot may hold anything then. All parameters that want a gradient have one then,
-        since another rank may have used them."""
+        since another rank may have used them. There are several ranks."""
         on_host = self._squares[unit.index] if self._squares.numel() else None
         reduced = Reduced(unit.wanted()[: len(used)], on_host, self._without_values)
         wanted, mine = reduced.wanted, _bits(used)
@@ -202,8 +205,8 @@ class AcrossRanks:
             ]
             mine_of_it = self._store.shards[unit.index].updated
 
-        def work(turn: Turn) -> None:
-            of_all = self.ranks.meet(words, mine, turn=turn)
+        def work() -> None:
+            of_all = self.ranks.exchange(words, mine, channel=Channel.COLLECTIVE)
             for run, (owner, machine, share) in product(_runs(unit.layout), means):
                 if (own := within(run, share.elements)).numel:
                     self._average(own.view(gradient), owner, machine)
@@ -213,13 +216,9 @@ class AcrossRanks:
             reduced.set(reduce(or_, of_all), of_each.sum())
 
         sent = self._sent(unit.layout.grad_nbytes, rounds=1, for_one=self._for_one)
-        self._issue(ops.reduce(unit.index, slot, sent), work)
+        self._issuer.issue(ops.reduce(unit.index, slot, sent), work)
+        self._num_reduced += 1
         return reduced
-
-    def _issue(
-        self, op: ops.Op, work: Callable[[Turn], object], channel: Channel = Channel.COLLECTIVE
-    ) -> None:
-        self._issuer.issue(op, partial(work, self.ranks.issue(channel)))
 
     def _sent(self, nbytes: int, *, rounds: int, for_one: bool = False) -> int:
         """Bytes that each rank sends where ``nbytes`` are averaged in a ring: pieces of them, one for each
@@ -243,6 +242,12 @@ class AcrossRanks:
             self.ranks.average(exact, owner, on_machine)
             piece.copy_(exact)
 
+    def check_backward(self) -> None:
+        """All layers have gone backward on this rank. Raises RanksError where others have run more or fewer,
+        whose gradients would be waited for."""
+        self.ranks.exchange(f"the end of a backward of {self._num_reduced} layers")
+        self._num_reduced = 0
+
     @as_plain
     def finish_backward(
         self, held: Mapping[int, HostGradient], norms: Norms, added: Mapping[int, list[float]]
@@ -250,6 +255,8 @@ class AcrossRanks:
         """The layers' gradients have arrived on this rank: wait for the others' shares, drop what nobody has
         used, average the root's gradients. ``added`` are, by unit whose gradients were added to on the host,
         the sums of squares of this rank's share, which become those of all shares."""
+        if self.ranks.is_alone:
+            return
         of_root = [*held[ROOT].pairs()]
         for slice, param in of_root:
             if param.grad is not None and param.grad.is_sparse:
@@ -264,7 +271,7 @@ class AcrossRanks:
         )
         new = self._new
         self.forget()
-        everyone: list[_Backward] = self.ranks.meet("the end of a backward", mine)
+        everyone: list[_Backward] = self.ranks.exchange("waiting for the others' gradients", mine)
         for index, squares in added.items():
             squares[:] = [each.squares[index] for each in self.ranks.of_shares(everyone)]
         for index, bits in new.items():
@@ -293,8 +300,10 @@ class AcrossRanks:
         if not gradients:
             return
 
-        def work(turn: Turn) -> None:
-            self.ranks.meet(f"averaging the gradients of what is in no layer ({len(gradients)})", turn=turn)
+        words = f"averaging the gradients of what is in no layer ({len(gradients)})"
+
+        def work() -> None:
+            self.ranks.exchange(words, channel=Channel.COLLECTIVE)
             for gradient in gradients:
                 dense = gradient.contiguous()
                 self._average(dense)
@@ -303,13 +312,15 @@ class AcrossRanks:
 
         self._issuer.mark(ops.collect())
         nbytes = self._sent(sum(gradient.nbytes for gradient in gradients), rounds=2)
-        self._issue(ops.reduce(ROOT, ROOT, nbytes), work)
+        self._issuer.issue(ops.reduce(ROOT, ROOT, nbytes), work)
         self._issuer.wait((ops.grad_slot(ROOT),))
 
     def begin_writing(self, touch: Touch, access: Access) -> None:
         """If user code is about to write what all ranks see, wait until none of them reads the values of
         before. The first rank of each machine writes for all of them there; what is in no layer each has on
         its own device."""
+        if self.ranks.is_alone:
+            return
         written = [(tag, tensor) for tag, tensor in touch.of(access) if touch.writes(tensor)]
         if not written:
             return
@@ -317,9 +328,9 @@ class AcrossRanks:
             each for each in walk((*touch.args, *touch.kwargs.values())) if isinstance(each, int | float)
         ]
         name = touch.function.__name__
-        self.ranks.meet(f"writing what the ranks share by {name} ({numbers})")
+        self.ranks.exchange(f"writing what the ranks share by {name} ({numbers})")
         touch.is_of_ranks = True
-        if not self.ranks.leads_machine:
+        if not self.ranks.is_first_of_machine:
             on_device = (Kind.PARAMETER, Kind.GRADIENT)
             touch.not_written |= {
                 id(tensor) for tag, tensor in written if tag.unit != ROOT or tag.kind not in on_device
@@ -327,7 +338,7 @@ class AcrossRanks:
 
     def forget(self) -> None:
         """Gradients are dropped, or a backward begins anew."""
-        self._used, self._new = {}, {}
+        self._used, self._new, self._num_reduced = {}, {}, 0
 
     def before_updates(self, units: Sequence[int], told: str) -> None:
         """Updates of ``units`` are about to be issued, of which ``told`` says what must be the same on all
@@ -351,9 +362,9 @@ class AcrossRanks:
         pieces = [weight[parts[self.ranks.local_rank].gradient] for parts in self._parts[index]]
         words = f"gathering the weights of '{unit.name}'"
 
-        def work(turn: Turn) -> None:
+        def work() -> None:
             # a rank whose update has failed comes to no collective, in which the others would hang
-            self.ranks.meet(words, turn=turn)
+            self.ranks.exchange(words, channel=Channel.COLLECTIVE)
             try:
                 self.ranks.gather(pieces, self.buffer)
             except Exception as error:
@@ -362,7 +373,7 @@ class AcrossRanks:
                 raise
 
         sent = (len(pieces) - 1) * pieces[self.ranks.machine].numel()
-        self._issue(ops.gather(index, self.ranks.over_network(sent), place), work)
+        self._issuer.issue(ops.gather(index, self.ranks.over_network(sent), place), work)
 
     def parts(self, nbytes: int) -> tuple[slice, list[slice]]:
         """Of so many bytes of weights that all ranks of a machine are to have on their devices: what they cut
@@ -378,13 +389,13 @@ class AcrossRanks:
         ``parts`` are all of them: bring the others' there."""
         words = f"{LAYER_GATHERED}{unit.name}' (gather_weights=True: all ranks call the same layers)"
 
-        def work(turn: Turn) -> None:
+        def work() -> None:
             # a rank whose copy has failed comes to no collective, in which the others would hang
-            self.ranks.meet(words, turn=turn)
+            self.ranks.exchange(words, channel=Channel.COLLECTIVE, of=self.ranks.row)
             self.ranks.all_gather(parts)
 
         sent = parts.numel() * (self.ranks.local_size - 1) // self.ranks.local_size
-        self._issue(ops.all_gather(unit.index, slot, sent), work, Channel.MACHINE)
+        self._issuer.issue(ops.all_gather(unit.index, slot, sent), work)
 
     @as_plain
     def whole(self, unit: Unit, purpose: Purpose, wanted: range, *, to: int | None = None) -> torch.Tensor:
@@ -392,7 +403,7 @@ class AcrossRanks:
         in a copy. A meeting, when all that was issued is done. With ``to`` that rank alone has them, others
         nothing."""
         self._issuer.synchronize()
-        self.ranks.meet(f"reading {purpose.name} of '{unit.name}' from all machines")
+        self.ranks.exchange(f"reading {purpose.name} of '{unit.name}' from all machines")
         machine, column = (None, self.ranks.local_rank) if to is None else self.ranks.place_of(to)
         nothing = torch.empty(0, dtype=purpose.dtype)
         if column != self.ranks.local_rank:
@@ -414,9 +425,11 @@ class AcrossRanks:
         return found
 
     def _agree(self, units: tuple[int, ...], words: str) -> None:
+        if self.ranks.is_alone:
+            return
         masters = (place for unit in units for place in masters_of(unit, self._store.shards[unit]))
         op = ops.agree(units, tuple(masters))
-        self._issue(op, lambda turn: self.ranks.meet(words, turn=turn), Channel.BARRIER)
+        self._issuer.issue(op, partial(self.ranks.exchange, words, channel=Channel.BARRIER))
 
     def release(self) -> None:
         """Give up the buffers."""

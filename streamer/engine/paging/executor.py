@@ -34,7 +34,7 @@ import torch
 
 from streamer.backends.background import Background
 from streamer.backends.base import Backend, Lane, Lock, Thread, current_thread
-from streamer.backends.ranks import Ranks, together
+from streamer.backends.ranks import Ranks
 from streamer.engine.disk.state import ShardUpdate, masters_of
 from streamer.engine.guard import TAG, Kind, Touch, as_plain, is_in_graph, never_traced
 from streamer.engine.paging.across_ranks import AcrossRanks
@@ -133,17 +133,16 @@ class Executor:
         is_trained = any(unit.layout.grad_nbytes for unit in (*units, root))
         #: autograd's number of the last backward, which waits for the gradients when it ends
         self.backward_task = -1
-        self.across: AcrossRanks | None = None
-        if ranks is not None:
-            self.across = AcrossRanks(
-                ranks,
-                self.issuer,
-                units,
-                root,
-                store,
-                in_fp32=sum_in_fp32,
-                in_backward=update_in_backward,
-            )
+        self.ranks = ranks or Ranks()
+        self.across = AcrossRanks(
+            self.ranks,
+            self.issuer,
+            units,
+            root,
+            store,
+            in_fp32=sum_in_fp32,
+            in_backward=update_in_backward,
+        )
         gathers = gather_weights and is_trained and store.division.ranks > 1
         self.pager = Pager(self.issuer, units, root, store, self.across, num_slots=num_slots, gathers=gathers)
         self.gradients = Gradients(
@@ -166,11 +165,11 @@ class Executor:
             self.pager,
             self.gradients,
             self.saved,
-            averaging=0 if self.across is None else self.across.buffer.nbytes,
+            averaging=self.across.buffer.nbytes,
         )
         self.budget: Budget | None = None
         if budget is not None:
-            least = partial(ranks.least, "weight slots") if ranks is not None and gathers else None
+            least = partial(self.ranks.least, "weight slots") if gathers else None
             self.budget = Budget(budget, self.memory, most=len(units), is_trained=is_trained, least=least)
         self.inputs = InputPager(self.issuer, self.saved, self.host)
         self.structure = Structure(units, root.module)
@@ -337,7 +336,7 @@ class Executor:
         under which `InputPager` has its inputs. After the block the gradient leaves for the host, and in
         update="backward" the update is queued. The caller holds the lock."""
         self.begin()
-        if self.across is not None and not self.gradients.are_kept:
+        if not (self.ranks.is_alone or self.gradients.are_kept):
             # once this gradient is averaged the others write the shard, of which this rank may be writing a
             # checkpoint
             self.wait_for_saving()
@@ -384,8 +383,7 @@ class Executor:
             numbers = (*touch.args[1:], *touch.kwargs.values())
             if any(isinstance(item, torch.Tensor) and item.device.type == "cpu" for item in numbers):
                 self.backend.finish_compute()
-        if self.across is not None:
-            self.across.begin_writing(touch, self)
+        self.across.begin_writing(touch, self)
 
     def after(self, touch: Touch) -> None:
         """The function was called."""
@@ -418,18 +416,17 @@ class Executor:
 
     def _end_writing(self, touch: Touch) -> None:
         """All ranks may read what has been written, and know what a GradScaler has found in it."""
-        assert self.across is not None, "there are ranks"
-        ranks = self.across.ranks
         units = {tag.unit: self.unit(tag.unit) for tag, _ in touch.of(self) if tag.kind is Kind.PARAMETER}
         on_disk = [unit for _, unit in sorted(units.items()) if self.shard(unit).uses_disk]
-        with together(ranks, "what the ranks share was written"):
-            if ranks.leads_machine:
+        with self.ranks.together("writing what the ranks share"):
+            if self.ranks.is_first_of_machine:
                 self.pager.parameters.write_copies(on_disk)
         if touch.function is check_finite:
             found_inf = touch.args[1]
-            found_inf.fill_(max(ranks.meet("what is not finite in gradients", float(found_inf))))
+            found = self.ranks.exchange("what is not finite in gradients", float(found_inf))
+            found_inf.fill_(max(found))
         if on_disk:
-            with together(ranks, "what the ranks share is on disk"):
+            with self.ranks.together("reading what the ranks share from disk"):
                 self.pager.follow(on_disk)
 
     @as_plain
@@ -455,8 +452,8 @@ class Executor:
     def before_zeroing(self) -> None:
         """Gradients are about to be set to zero: wait for the updates that read them, and for other ranks."""
         self.synchronize()
-        if self.across is not None and not self.released:
-            self.across.ranks.meet("setting gradients to zero")
+        if not self.released:
+            self.ranks.exchange("setting gradients to zero")
 
     def zero_grad(self) -> None:
         """Gradients are about to be dropped."""
@@ -522,10 +519,10 @@ class Executor:
         self.pager.fill_alone(False)
         self.pager.refresh()
         self._host_watch.check(self.host_bytes)
-        if self.across is not None:
+        if not self.ranks.is_alone:
             # the others write shards of which this rank is writing a checkpoint
             self.wait_for_saving()
-            self.across.before_updates([*updates], told)
+        self.across.before_updates([*updates], told)
         self.gradients.take_in()
         if ROOT in updates:
             self.gradients.offload_root()
@@ -535,8 +532,7 @@ class Executor:
                 update, nbytes = updates[unit.index]
                 self.pager.parameters.begin_flight(unit)
                 self.pager.update(unit, update, nbytes, ops.gradient(unit.index))
-                if self.across is not None:
-                    self.across.after_update(unit)
+                self.across.after_update(unit)
                 self.pager.update_issued(unit)
         self._root_ready = False
         self.fit_budget()
@@ -560,8 +556,7 @@ class Executor:
             unit.forget_leaves()
         self.gradients.release()
         self.inputs.release()
-        if self.across is not None:
-            self.across.release()
+        self.across.release()
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes that the wrapped model holds on the device, by purpose."""
@@ -580,19 +575,14 @@ class Executor:
         held = of_all_ranks(self.host_bytes(), self.store.division.ranks)
         return max(0, self.host_limit - sum(held.values()))
 
-    def led(self, words: str, work: Callable[[], T]) -> T:
-        """What ``work`` returns; of ranks, on the first one: `Ranks.led`."""
-        return work() if self.across is None else self.across.ranks.led(words, work)
-
     def host(self, needed: int, remedy: str, *, by_all: bool = False) -> Tier:
         """The host's memory, or what `wrap` was told to take of it, for ``needed`` bytes more. Where there
         are too few, moments go to disk if they may: those of ranks only where ``by_all`` of them this is
         called, since all ranks write them."""
-        if self.store.can_move and (by_all or self.across is None):
-            lacking = self.led("room in host memory", lambda: needed - self.host_available())
+        if self.store.can_move and (by_all or self.ranks.is_alone):
+            lacking = self.ranks.on_first("room in host memory", lambda: needed - self.host_available())
             if lacking > 0:
-                ranks = None if self.across is None else self.across.ranks
-                with together(ranks, "moving optimizer state to disk", patient=True):
+                with self.ranks.together("moving optimizer state to disk"):
                     self._move_to_disk(lacking)
         free, left = self.backend.host_available(), self._left_of_limit()
         if left >= free:
@@ -609,11 +599,11 @@ class Executor:
         """All ranks write optimizer state in the block, each what is in its share where it is on disk, or
         what its machine holds where machines divide it. Before the block none reads what was there, after it
         each reads what all have written."""
-        is_shown_whole = not (self.store.can_move or self.store.is_divided)
-        ranks = None if self.across is None or is_shown_whole else self.across.ranks
-        if ranks is not None:
-            ranks.meet(f"before {words}")
-        with together(ranks, words):
+        if not (self.store.can_move or self.store.is_divided):
+            yield
+            return
+        self.ranks.exchange(f"before {words}")
+        with self.ranks.together(words):
             yield
 
     def whole_shard(
@@ -630,14 +620,13 @@ class Executor:
         shard = self.shard(unit)
         if not shard.is_divided or self.backend.device.type == "meta":
             return shard
-        assert self.across is not None, "they are of ranks"
         pieces = dict[str, torch.Tensor]()
         for purpose in purposes:
             if not (numel := purpose.numel(unit.layout)) or not shard.has(purpose):
                 continue
             wanted = range(numel) if only is None else purpose.range(only)
             found = self.across.whole(unit, purpose, wanted, to=to)
-            if to in (None, self.across.ranks.rank):
+            if to in (None, self.ranks.rank):
                 piece = pieces[purpose.name] = torch.empty(numel, dtype=purpose.dtype)
                 piece[wanted.start : wanted.stop] = found
         return shard.with_whole(pieces)
@@ -673,7 +662,8 @@ class Executor:
 
         Raises MemoryError if there is too little memory for the rings that state on disk passes through.
         """
-        return self.led("a place for the moments", partial(self._place_moments, purposes, given_up))
+        decide = partial(self._place_moments, purposes, given_up)
+        return self.ranks.on_first("a place for the moments", decide)
 
     def _place_moments(self, purposes: Sequence[Purpose], given_up: Sequence[Purpose]) -> frozenset[int]:
         store, ranks = self.store, self.store.division.ranks

@@ -141,7 +141,7 @@ class Gradients:
         root: Unit,
         store: HostStore,
         pager: Pager,
-        across: AcrossRanks | None,
+        across: AcrossRanks,
         *,
         num_slots: int,
         sum_in_fp32: bool,
@@ -213,7 +213,7 @@ class Gradients:
     def measure(self, unit: Unit, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
         """The sum of squares of ``gradient``, which has those of the trainable parameters that are ``used``;
         that of ranks is taken when they have averaged it. Part of the unit's backward."""
-        if self._across is None:
+        if self._across.ranks.is_alone:
             return self.squares_of(unit, gradient, used)
         for slice, is_used in zip(unit.layout.trainable, used, strict=True):
             if not is_used:
@@ -233,7 +233,7 @@ class Gradients:
         if slot is None:
             return False
         reduced = None
-        if self._across is not None:
+        if not self._across.ranks.is_alone:
             if self.are_kept:
                 # when the others have this rank's gradient, their shares may arrive in the place of the last
                 self._make_room(unit, [param.grad is None for param in unit.trainable])
@@ -278,8 +278,7 @@ class Gradients:
             update.begin()
             work = partial(update.work, gradient=landed, reduced=reduced)
             self._pager.update(unit, work, update.nbytes, ops.staging(number))
-        if self._across is not None:
-            self._across.after_update(unit)
+        self._across.after_update(unit)
 
     @as_plain
     def _add(self, unit: Unit, slot: int, used: Sequence[bool], squares: Squares) -> None:
@@ -336,10 +335,10 @@ class Gradients:
 
     def finish_backward(self) -> None:
         """Block until the gradients of all layers are in host memory, and collect the root's."""
+        self._across.check_backward()
         self._issuer.wait(ops.gradient(unit.index) for unit in self._units if unit.layout.grad_nbytes)
         self._under_way.clear()
-        if self._across is not None:
-            self._across.finish_backward(self.held, self.norms, self._added)
+        self._across.finish_backward(self.held, self.norms, self._added)
         self._added.clear()
         self.norms.landed()
         self._collect_root()
@@ -385,8 +384,8 @@ class Gradients:
         first, since two layers' may be swapped."""
         foreign = {index: self._apart(held.foreign()) for index, held in self.held.items()}
         of_layers = [each for index, found in foreign.items() for each in found if index != ROOT]
-        if self._across is not None and of_layers:
-            self._across.ranks.meet("taking over gradients that were put in place of ours")
+        if of_layers:
+            self._across.ranks.exchange("taking over gradients that were put in place of ours")
         for index, found in foreign.items():
             if found:
                 unit = self._root if index == ROOT else self._units[index]
@@ -432,8 +431,7 @@ class Gradients:
         """Gradients are about to be dropped."""
         self._root_is_added_to = self._root_is_written = False
         self.early.zero_grad()
-        if self._across is not None:
-            self._across.forget()
+        self._across.forget()
 
     def rescale(self, factor: float) -> None:
         """Multiply all gradients by ``factor``, when they are next used."""
@@ -458,15 +456,14 @@ class Gradients:
             if gradients := held.held():
                 self.norms.written(unit, shrinks=abs(factor) <= 1)
                 self._multiply(unit, gradients, factor)
-        if self._across is not None:
-            self._across.ranks.meet("gradients are scaled")
+        self._across.ranks.exchange("gradients are scaled")
 
     def _multiply(self, unit: Unit, gradients: Sequence[torch.Tensor], factor: float) -> None:
         self._wait_to_write(unit)
-        if unit is self._root or self._across is None:
+        if unit is self._root or self._across.ranks.is_alone:
             torch._foreach_mul_([*gradients], factor)
             return
-        self._across.ranks.meet(f"scaling gradients of '{unit.name}' by {factor}")
+        self._across.ranks.exchange(f"scaling gradients of '{unit.name}' by {factor}")
         shard = self._store.shards[unit.index]
         for place, param in self.held[unit.index].pairs():
             if any(param.grad is gradient for gradient in gradients):

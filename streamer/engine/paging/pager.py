@@ -86,7 +86,7 @@ class Pager:
         units: Sequence[Unit],
         root: Unit,
         store: HostStore,
-        across: AcrossRanks | None,
+        across: AcrossRanks,
         *,
         num_slots: int,
         gathers: bool,
@@ -104,12 +104,17 @@ class Pager:
         self._store = store
         self._state = StatePager(issuer, store)
         #: what weights on disk pass through
-        gather = across.gather if across is not None and store.is_divided else None
+        gather = across.gather if store.is_divided else None
         self._ring = WeightRing(issuer, store, self._state, gather)
         issuer.before_wait = self._ring.finish
-        leads = across is None or across.ranks.leads_machine
         self.parameters = Parameters(
-            issuer, units, root, store, self._ring, self.root_buffer, writes_masters=leads
+            issuer,
+            units,
+            root,
+            store,
+            self._ring,
+            self.root_buffer,
+            writes_masters=across.ranks.is_first_of_machine,
         )
         self._order, self._order_alone = Order(range(len(units))), Order(range(len(units)))
         #: whether the slots hold what `prefetch` has decided on, for visits as they have come since

@@ -244,8 +244,8 @@ class Counting:
         self.opened: list[Scratch] = []
         self.disks = Disks([folder], self._open)
 
-    def _open(self, folders: Any) -> Scratch:
-        scratch = Scratch(folders, direct_io="off", in_flight=1)
+    def _open(self, folders: Any, **options: Any) -> Scratch:
+        scratch = Scratch(folders, direct_io="off", in_flight=1, **options)
         self.opened.append(scratch)
         return scratch
 
