@@ -26,8 +26,8 @@ class DiskError(OSError):
 
 
 class RanksError(RuntimeError):
-    """Ranks that train one model have come apart, or one of them has ended or failed; one line that says what
-    each was about to do."""
+    """Ranks that train one model do different things, or one of them has ended or failed; one line that says
+    what each was about to do."""
 
 
 def notes(error: Exception) -> list[str]:

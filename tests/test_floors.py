@@ -27,7 +27,7 @@ FLOORS = (
     "streamer.engine.schedule",
     "streamer.engine.tensors",
     "streamer.engine.guard",
-    "streamer.engine.disk",
+    "streamer.engine.unit",
     "streamer.engine.paging",
     "streamer.engine.handle",
     "streamer.engine.layer",

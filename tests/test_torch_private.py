@@ -200,14 +200,14 @@ def test_code_is_left_as_it_is_where_the_user_compiles() -> None:
     assert seen == [False]
 
 
-def test_the_store_of_a_group_is_reached_by_another_connection(tmp_path: Path) -> None:
+def test_the_store_is_reached_by_another_connection(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        one, other = (private.group_store(dist.group.WORLD) for _ in range(2))
+        one, other, elsewhere = (private.store_of(name) for name in ("here", "here", "there"))
         one.set("key", "value")
         assert other.get("key") == b"value"
-        assert one is not other
+        assert one is not other and not elsewhere.check(["key"])
     finally:
         dist.destroy_process_group()
 

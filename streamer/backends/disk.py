@@ -16,7 +16,7 @@ a folder, no flush of the drive's own cache. What must last is a checkpoint's.
 Ranks that train one model share the scratch files of their machine: its first rank makes and allocates them,
 the others open them. All of them ask for the same extents in the same order, so each knows where everything
 lies. Which bytes a rank may read and write when is not decided here. Other machines have files of their own,
-and come to the same meetings, so that one without room is known to all before anything is written.
+and come to the same exchanges, so that one without room is known to all before anything is written.
 
 Memory for direct I/O must not be shared with forked processes (``in_forks=False``): a fork in the middle of a
 read can leave the bytes with the other process.
@@ -120,7 +120,7 @@ class Scratch:
     and ``sleep`` are the functions of time used for that. ``system`` has the calls of the system, for tests.
 
     ``ranks`` of one machine share the files, and what none of them has written is zero; where a transfer
-    fails on one, all are told. For them this and `allocate` are meetings, and raise RanksError for what has
+    fails on one, all are told. For them this and `allocate` are exchanges, and raise RanksError for what has
     failed on another, of this machine or not.
 
     Raises DiskError for a folder that cannot be used, before anything is allocated, and ValueError for
@@ -453,7 +453,7 @@ class Disks:
         return Disks(self.folders, self._scratch, stored=self.stored, ranks=ranks)
 
     def open(self) -> Scratch:
-        """New scratch files. Of ranks, a meeting."""
+        """New scratch files. Of ranks, an exchange."""
         return self._scratch(self.folders, ranks=self._ranks)
 
     def reader(self, between: torch.Tensor) -> StoredTensors:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from streamer.checkpoint.tensors import DTYPES
-from streamer.engine.paging.unit import Unit
+from streamer.engine.unit import Unit
 from streamer.store.layout import Slice
 from streamer.store.shard import HostShard
 from streamer.store.weights_on_disk import WeightsOnDisk

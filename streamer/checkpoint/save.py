@@ -37,7 +37,7 @@ from streamer.checkpoint.values import encode, random_states
 from streamer.engine.guard import as_plain
 from streamer.engine.handle import require_home, wrapped
 from streamer.engine.paging.executor import Executor
-from streamer.engine.paging.unit import Unit
+from streamer.engine.unit import Unit
 from streamer.optim.adamw import AdamW
 from streamer.optim.state import check_owner
 from streamer.store.layout import Slice

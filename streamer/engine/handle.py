@@ -12,8 +12,8 @@ from torch import nn
 
 from streamer.engine.guard import Access, Kind, Tag, guard_parameter, unguard_parameter
 from streamer.engine.paging.executor import Executor
-from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule.op import ROOT
+from streamer.engine.unit import Unit
 from streamer.store.layout import Slice
 
 #: What every module of a wrapped model has of its own in place of its class's.

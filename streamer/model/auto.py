@@ -29,8 +29,8 @@ from torch import nn
 from streamer.backends.base import Backend
 from streamer.engine.handle import wrapped
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
-from streamer.engine.paging.unit import Unit, buffer_bytes
 from streamer.engine.tensors.nested import Rebuild, flatten
+from streamer.engine.unit import Unit, buffer_bytes
 from streamer.errors import notes
 from streamer.model.layers import find_layers
 from streamer.model.move_in import check_init, room_of

@@ -19,8 +19,8 @@ from streamer.engine.layer.collector import is_added_to
 from streamer.engine.layer.refusals import refuse_trace
 from streamer.engine.layer.stand_in import plain_forwards
 from streamer.engine.paging.executor import Executor
-from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.nested import flatten
+from streamer.engine.unit import Unit
 from streamer.model.unwrap import Copier
 from streamer.quantized.parts import plain_parts
 from streamer.torch_private import is_sparse

@@ -22,7 +22,7 @@ from streamer.backends.base import Backend
 from streamer.backends.host_memory import file_mappings, give_back_freed
 from streamer.backends.ranks import Ranks
 from streamer.engine.guard import not_a_number
-from streamer.engine.paging.unit import Unit
+from streamer.engine.unit import Unit
 from streamer.errors import DiskError, shortened, warn
 from streamer.planner.step_plan import context_bytes
 from streamer.quantized.parts import plain_parts

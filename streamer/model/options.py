@@ -13,7 +13,7 @@ import streamer_native as native
 from streamer.backends.disk import Disks
 from streamer.engine.layer.compiled import CompileBackend
 from streamer.engine.layer.layer import POLICIES
-from streamer.engine.paging.unit import Unit
+from streamer.engine.unit import Unit
 from streamer.model.layers import Layers
 from streamer.model.move_in import Init
 from streamer.model.units import DTYPES

@@ -20,7 +20,7 @@ from streamer.engine.layer.compiled import compiled
 from streamer.engine.layer.layer import POLICIES, StreamedLayer
 from streamer.engine.layer.micro_batches import micro_batches
 from streamer.engine.paging.executor import Executor
-from streamer.engine.paging.unit import Unit, buffer_bytes
+from streamer.engine.unit import Unit, buffer_bytes
 from streamer.model.guards import attach_guards
 from streamer.model.layers import find_layers
 from streamer.model.move_in import Initialiser, MoveIn, check_init, room_of

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from streamer.engine.paging.unit import InParts, Shared, Unit
 from streamer.engine.schedule.op import ROOT
+from streamer.engine.unit import InParts, Shared, Unit
 from streamer.errors import exact_amount, shortened, warn
 from streamer.model.layers import find_layers, finer_globs
 from streamer.quantized.parts import Composite, composite_of, has_inner_tensors, plainly

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from streamer.engine.disk.state import masters_of
 from streamer.engine.guard import as_plain, plain_class
 from streamer.engine.handle import HANDLE, home_of, settle_out, wrapped
 from streamer.engine.layer.stand_in import HAD
 from streamer.engine.paging.executor import Executor
-from streamer.engine.paging.unit import InParts, Unit
+from streamer.engine.schedule import op as ops
+from streamer.engine.unit import InParts, Unit
 from streamer.errors import DiskError, warn
 from streamer.model.move_in import take_out
 from streamer.quantized.parts import marked
@@ -157,7 +157,7 @@ def unwrap(model: M) -> M:
     try:
         # not `synchronize`, which raises what a copy has raised: the host shards are whole without it
         executor.issuer.wait(
-            place for unit in units for place in masters_of(unit.index, executor.shard(unit))
+            place for unit in units for place in ops.masters_of(unit.index, executor.shard(unit))
         )
     except DiskError as error:
         executor.forget_failures()

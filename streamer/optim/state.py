@@ -209,7 +209,7 @@ class State(MutableMapping[str, Any]):
     Of moments that are on disk, or may go there, or are divided among machines, each is asked for anew, and
     what is on disk is shown as a copy. A write into a copy, or into what has gone to disk since, would reach
     nothing: it is refused when the next update begins. Of what machines divide the copy is gathered from all
-    of them, in a meeting, and a write into it is refused at once.
+    of them, in an exchange of all ranks, and a write into it is refused at once.
     """
 
     def __init__(self, home: Home, state_dtype: torch.dtype, step: float = 0.0) -> None:

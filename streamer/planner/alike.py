@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from streamer.engine.handle import GUARDS
-from streamer.engine.paging.unit import Unit
+from streamer.engine.unit import Unit
 from streamer.torch_private import is_sparse, storage_id
 
 #: Attributes in which layers keep their own index, which changes nothing that they compute.

@@ -33,9 +33,9 @@ from streamer.engine.layer.micro_batches import BatchSlices
 from streamer.engine.layer.surroundings import autocast_settings
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.norms import sum_squares
-from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.nested import Rebuild, Tensors, constants
 from streamer.engine.tensors.saved import storages
+from streamer.engine.unit import Unit
 from streamer.planner.alike import Kind, Numbers, OutputKinds, structure_of
 from streamer.planner.measure import Measured, Meter, Tracker
 from streamer.simulate.backend import VirtualBackend

@@ -232,7 +232,7 @@ def plan_step(
     recall_layers(executor, tracker, Recollection() if recollection is None else recollection)
     with counted_positions(given):
         # a step to learn the order, and one more where slots are added at its end
-        warmup = 1 if executor.budget is None else 2
+        warmup = 1 if executor.budget.is_fixed else 2
         prediction = predict_step(executor, step, warmup=warmup, memory=tracker)
     kind = backend.machine.kind
     reserve = {GAPS: gaps(tracker.comes_and_goes), CONTEXT: context_bytes(kind)} if kind == "cuda" else {}

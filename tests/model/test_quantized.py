@@ -18,7 +18,7 @@ from torch import nn
 import streamer
 from streamer.backends.base import Lane
 from streamer.engine.handle import wrapped as handle_of
-from streamer.engine.paging.unit import Unit
+from streamer.engine.unit import Unit
 from streamer.model.auto import skeleton
 from streamer.planner.measure import Tracker
 from streamer.planner.step_plan import WORKING_SET, plan_step

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from streamer.engine.paging.unit import Unit
+from streamer.engine.unit import Unit
 from streamer.store.purposes import FP32
 from streamer.torch_private import comes_to, keeps_graph
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from streamer.engine.paging.unit import Unit
+from streamer.engine.unit import Unit
 
 #: A backend of `torch.compile`: its name, or the function itself.
 CompileBackend = str | Callable[..., Any]

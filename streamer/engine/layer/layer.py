@@ -60,11 +60,11 @@ from streamer.engine.layer.slot_views import InContexts, Remade, SlotView, place
 from streamer.engine.layer.stand_in import HAD
 from streamer.engine.layer.surroundings import past_checkpoints, uncached_autocast, without_own_checkpoint
 from streamer.engine.paging.executor import Executor
-from streamer.engine.paging.unit import Unit, leaked
 from streamer.engine.schedule.order import Phase
 from streamer.engine.tensors.module_state import Taken
 from streamer.engine.tensors.nested import Rebuild, Tensors, flatten
 from streamer.engine.tensors.saved import Saved, storages
+from streamer.engine.unit import Unit, leaked
 from streamer.quantized.parts import aliases
 from streamer.torch_private import (
     SubclassesOn,

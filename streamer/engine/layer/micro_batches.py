@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.nested import Rebuild, Tensors, constants, flatten
+from streamer.engine.unit import Unit
 from streamer.torch_private import is_sparse
 
 

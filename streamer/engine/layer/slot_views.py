@@ -10,8 +10,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from streamer.engine.guard import as_plain
-from streamer.engine.paging.unit import Unit
 from streamer.engine.tensors.nested import Tensors, reachable
+from streamer.engine.unit import Unit
 from streamer.quantized.parts import aliases, plain_parts, remade
 from streamer.torch_private import is_sparse
 

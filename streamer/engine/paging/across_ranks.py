@@ -78,15 +78,14 @@ from operator import or_
 import torch
 
 from streamer.backends.ranks import LAYER_AVERAGED, LAYER_GATHERED, Channel, Ranks
-from streamer.engine.disk.state import masters_of
 from streamer.engine.guard import Access, Kind, Touch, as_plain
 from streamer.engine.paging.host_gradient import HostGradient, is_summed
 from streamer.engine.paging.norms import Norms, sum_squares
-from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors.nested import walk
+from streamer.engine.unit import Unit
 from streamer.store.host import HostStore
 from streamer.store.layout import ALIGN_BYTES, Layout, Stretch
 from streamer.store.ledger import gather_bytes, reduce_bytes
@@ -400,7 +399,7 @@ class AcrossRanks:
     @as_plain
     def whole(self, unit: Unit, purpose: Purpose, wanted: range, *, to: int | None = None) -> torch.Tensor:
         """The ``wanted`` elements (or blocks) of ``unit`` for ``purpose``, of which each machine holds some,
-        in a copy. A meeting, when all that was issued is done. With ``to`` that rank alone has them, others
+        in a copy. An exchange, when all that was issued is done. With ``to`` that rank alone has them, others
         nothing."""
         self._issuer.synchronize()
         self.ranks.exchange(f"reading {purpose.name} of '{unit.name}' from all machines")
@@ -427,7 +426,7 @@ class AcrossRanks:
     def _agree(self, units: tuple[int, ...], words: str) -> None:
         if self.ranks.is_alone:
             return
-        masters = (place for unit in units for place in masters_of(unit, self._store.shards[unit]))
+        masters = (place for unit in units for place in ops.masters_of(unit, self._store.shards[unit]))
         op = ops.agree(units, tuple(masters))
         self._issuer.issue(op, partial(self.ranks.exchange, words, channel=Channel.BARRIER))
 

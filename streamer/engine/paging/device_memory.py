@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from streamer.backends.base import Backend
+from streamer.backends.ranks import Ranks
 from streamer.engine.paging.gradients import Gradients
 from streamer.engine.paging.pager import Pager
-from streamer.engine.paging.unit import Unit, buffer_bytes
 from streamer.engine.tensors.saved import SavedBytes
+from streamer.engine.unit import Unit, buffer_bytes
 from streamer.errors import warn
 from streamer.store.ledger import AVERAGING, BUFFERS, GRAD_SLOTS, ROOT_GRADIENTS, ROOT_WEIGHTS, WEIGHT_SLOTS
 
@@ -116,16 +117,18 @@ class Budget:
         *,
         most: int,
         is_trained: bool,
-        least: Callable[[int], int] | None = None,
+        ranks: Ranks,
     ) -> None:
-        """``least`` gives the least of the numbers that such ranks have."""
-        self._least_of_all = least
+        """At ``most`` so many slots. ``ranks`` must all have as many."""
+        self._ranks = ranks
         self._nbytes = nbytes
         self._memory = memory
         self._backend = memory.backend
         self._pager = memory.pager
         self._is_trained = is_trained
         self._least, self._most = len(memory.pager.slots.buffers), most
+        #: whether there are as many slots as there will ever be
+        self.is_fixed = self._least == self._most
         self._refused = self._backend.device_refused()
         self._peak = self._others = 0
         self._last_unit = -1
@@ -135,10 +138,12 @@ class Budget:
 
         Where nothing is trained that is all that will be needed; a step would need more.
         """
+        if self.is_fixed:
+            return
         begins, self._last_unit = unit <= self._last_unit, unit
         if begins and self._backend.device_refused() > self._refused:
             self._most = self._least
-            if self._least_of_all is None:
+            if self._ranks.is_alone:
                 self._pager.resize(self._least)
         elif begins and not self._is_trained:
             self.settle()
@@ -146,6 +151,8 @@ class Budget:
     def settle(self) -> None:
         """All that is needed has been seen: have the slots that there is room for."""
         slots = self._pager.slots
+        if self.is_fixed:
+            return
         _, peak = self._memory.used()
         if peak != self._peak:
             # it was reached since the last time, when there were the slots that there are now
@@ -156,13 +163,10 @@ class Budget:
         there = len(slots.buffers)
         room = self._backend.device_buffers_within(self._nbytes, self._others, slots.nbytes, there)
         free = there + self._backend.device_available() // slots.nbytes
-        wanted = self._agreed(max(self._least, min(room, free, self._most)))
+        wanted = self._ranks.least("weight slots", max(self._least, min(room, free, self._most)))
         self._pager.resize(wanted)
-        if (agreed := self._agreed(len(slots.buffers))) < len(slots.buffers):
+        if (agreed := self._ranks.least("weight slots", len(slots.buffers))) < len(slots.buffers):
             self._pager.resize(agreed)
         if len(slots.buffers) < wanted:
             self._most = len(slots.buffers)
         self._refused = self._backend.device_refused()
-
-    def _agreed(self, count: int) -> int:
-        return count if self._least_of_all is None else self._least_of_all(count)

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from streamer.engine.paging.across_ranks import Reduced
-from streamer.engine.paging.unit import Unit
+from streamer.engine.unit import Unit
 from streamer.store.shard import HostShard
 
 

@@ -35,20 +35,20 @@ import torch
 from streamer.backends.background import Background
 from streamer.backends.base import Backend, Lane, Lock, Thread, current_thread
 from streamer.backends.ranks import Ranks
-from streamer.engine.disk.state import ShardUpdate, masters_of
 from streamer.engine.guard import TAG, Kind, Touch, as_plain, is_in_graph, never_traced
 from streamer.engine.paging.across_ranks import AcrossRanks
 from streamer.engine.paging.device_memory import Budget, DeviceMemory, HostWatch
+from streamer.engine.paging.disk_pager import ShardUpdate
 from streamer.engine.paging.gradients import Gradients
 from streamer.engine.paging.pager import Pager
 from streamer.engine.paging.saved_inputs import InputPager
 from streamer.engine.paging.structure import Structure
-from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Hazards, Issuer
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.schedule.order import Phase, Visit
 from streamer.engine.tensors.saved import SavedBytes
+from streamer.engine.unit import Unit
 from streamer.store.host import HostStore
 from streamer.store.layout import Slice
 from streamer.store.ledger import UNLIMITED, Tier, host
@@ -167,10 +167,13 @@ class Executor:
             self.saved,
             averaging=self.across.buffer.nbytes,
         )
-        self.budget: Budget | None = None
-        if budget is not None:
-            least = partial(self.ranks.least, "weight slots") if gathers else None
-            self.budget = Budget(budget, self.memory, most=len(units), is_trained=is_trained, least=least)
+        self.budget = Budget(
+            budget or 0,
+            self.memory,
+            most=num_slots if budget is None else len(units),
+            is_trained=is_trained,
+            ranks=self.ranks if gathers else Ranks(),
+        )
         self.inputs = InputPager(self.issuer, self.saved, self.host)
         self.structure = Structure(units, root.module)
         #: the layer that runs now
@@ -290,7 +293,7 @@ class Executor:
         """Block until the user's code may read and write the optimizer's state of ``unit`` on disk."""
         with self.lock:
             if not self.released:
-                self.issuer.wait(masters_of(unit.index, self.shard(unit)), to_write=True)
+                self.issuer.wait(ops.masters_of(unit.index, self.shard(unit)), to_write=True)
 
     def wait_for_saving(self) -> None:
         """Block until no checkpoint is being written. Raises nothing: an error stays in `saving`."""
@@ -322,8 +325,7 @@ class Executor:
         with self.lock, self._running(unit):
             self.begin()
             self.inputs.settle()
-            if self.budget is not None:
-                self.budget.begin_forward(unit.index)
+            self.budget.begin_forward(unit.index)
             with (
                 self.pager.visited(unit, Visit(unit.index, phase)) as slot,
                 self.issuer.computing(ops.forward(unit.index, slot)),
@@ -540,8 +542,8 @@ class Executor:
         self._await_aliased()
 
     def fit_budget(self) -> None:
-        """After a step: add or drop weight slots to fit the budget of device memory, if there is one."""
-        if self.budget is not None and self.backward_task >= 0:
+        """After a step: add or drop weight slots to fit the budget of device memory."""
+        if self.backward_task >= 0:
             self.budget.settle()
 
     def release(self) -> None:
@@ -615,8 +617,8 @@ class Executor:
         to: int | None = None,
     ) -> HostShard:
         """The host shard of ``unit``; where machines divide the state, one with copies of the pieces for
-        ``purposes``, of one parameter ``only`` or of all, with ``to`` on that rank alone. Then a meeting,
-        which all ranks come to, when all updates are done."""
+        ``purposes``, of one parameter ``only`` or of all, with ``to`` on that rank alone. Then it is an
+        exchange, which all ranks come to, when all updates are done."""
         shard = self.shard(unit)
         if not shard.is_divided or self.backend.device.type == "meta":
             return shard

@@ -38,10 +38,10 @@ from streamer.engine.paging.early_updates import EarlyUpdates
 from streamer.engine.paging.host_gradient import Foreign, HostGradient, is_summed
 from streamer.engine.paging.norms import Norms, Squares, sum_squares
 from streamer.engine.paging.pager import Pager
-from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT
+from streamer.engine.unit import Unit
 from streamer.errors import warn
 from streamer.store.host import HostStore
 from streamer.store.layout import Stretch

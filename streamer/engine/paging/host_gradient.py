@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from streamer.engine.guard import TAG, GuardedTensor, Tag, as_plain
-from streamer.engine.paging.unit import Unit
+from streamer.engine.unit import Unit
 from streamer.store.layout import Slice
 from streamer.store.purposes import FP32
 from streamer.torch_private import storage_owners

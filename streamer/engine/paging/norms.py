@@ -25,10 +25,10 @@ import torch
 import streamer_native as native
 from streamer.engine.guard import as_plain
 from streamer.engine.paging.host_gradient import HostGradient
-from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT
+from streamer.engine.unit import Unit
 from streamer.store.layout import Layout
 from streamer.store.shard import array
 from streamer.store.shares import within

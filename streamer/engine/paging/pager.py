@@ -10,15 +10,14 @@ from itertools import islice
 
 import torch
 
-from streamer.engine.disk.state import ShardUpdate, StatePager
-from streamer.engine.disk.weights import WeightRing
 from streamer.engine.paging.across_ranks import AcrossRanks
+from streamer.engine.paging.disk_pager import DiskPager, ShardUpdate
 from streamer.engine.paging.parameters import Changed, Parameters
-from streamer.engine.paging.unit import Unit
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT, Place
 from streamer.engine.schedule.order import Order, Phase, Visit, farthest
+from streamer.engine.unit import Unit
 from streamer.store.host import HostStore
 from streamer.store.weights_on_disk import WEIGHT_BUFFERS
 
@@ -102,17 +101,13 @@ class Pager:
         self._units = units
         self._root = root
         self._store = store
-        self._state = StatePager(issuer, store)
-        #: what weights on disk pass through
-        gather = across.gather if store.is_divided else None
-        self._ring = WeightRing(issuer, store, self._state, gather)
-        issuer.before_wait = self._ring.finish
+        self._disk = DiskPager(issuer, store, across)
         self.parameters = Parameters(
             issuer,
             units,
             root,
             store,
-            self._ring,
+            self._disk,
             self.root_buffer,
             writes_masters=across.ranks.is_first_of_machine,
         )
@@ -150,7 +145,7 @@ class Pager:
             self.parameters.end_flight(unit)
         finally:
             self.slots.leave(slot)
-            self._ring.release(unit.index)
+            self._disk.release(unit.index)
         # not after an error, which an error in here would replace; the next visit does the same
         self.fill_alone(is_alone)
         self.prefetch()
@@ -200,14 +195,14 @@ class Pager:
         """
         self._fetch_upcoming()
         visits = islice(self._order.upcoming_visits(), len(self.slots.buffers) + WEIGHT_BUFFERS)
-        self._ring.fill(visit.unit for visit in visits if self._passes_ring(visit))
+        self._disk.fill(visit.unit for visit in visits if self._passes_ring(visit))
         self._is_settled = True
 
     def _passes_ring(self, visit: Visit) -> bool:
         """Whether a visit to come needs its unit's weights in the ring: for the slot, or to be updated."""
         index = visit.unit
         in_slot = index not in self._outdated and self.slots.find(index) is not None
-        return not in_slot or self._ring.updated_in(index) is visit.phase
+        return not in_slot or self._disk.updated_in(index) is visit.phase
 
     def _fetch_upcoming(self) -> None:
         slots, upcoming = self.slots, self._order.upcoming()
@@ -269,10 +264,7 @@ class Pager:
     def update(self, unit: Unit, work: ShardUpdate, nbytes: int, source: Place) -> None:
         """Queue ``work``, which moves ``nbytes`` of host memory, for the shard of ``unit``, from the gradient
         in ``source``. Where its weights are on disk, it may be issued when they are read."""
-        if self._ring.passes(unit.index):
-            self._ring.update(unit.index, work, nbytes, source)
-        else:
-            self._state.update(unit.index, work, nbytes, source)
+        self._disk.update(unit.index, work, nbytes, source)
 
     def update_issued(self, unit: Unit) -> None:
         """The update of ``unit``'s host shard was issued: the trained weights in its slot are stale."""
@@ -287,7 +279,7 @@ class Pager:
     def replaced(self, unit: Unit) -> None:
         """All of ``unit``'s host shard was exchanged, what is frozen too."""
         self.fill_alone(False)
-        self._ring.forget(unit.index)
+        self._disk.forget(unit.index)
         self.parameters.changed(unit)
         if unit.index == ROOT:
             self.unshard_root()
@@ -300,7 +292,7 @@ class Pager:
             self._order, self._before = self._before.order, None
         for unit in self._units:
             self._reshard(unit.index)
-        self._ring.begin_anew()
+        self._disk.begin_anew()
 
     def unshard_root(self, nbytes: int | None = None) -> None:
         """Copy the root unit's host shard, or its first ``nbytes``, to its place on the device."""
@@ -372,7 +364,7 @@ class Pager:
     def _renew(self, unit: Unit, changed: Changed) -> None:
         """What is in the slot of ``unit`` may be old, which ranks that gather do not all find out at the same
         time: let it be new, and nothing else be changed."""
-        from_disk = self._ring.passes(unit.index)
+        from_disk = self._disk.passes(unit.index)
         # of weights on disk, an alias is one of a rank's own copy, which is not what runs
         is_written = from_disk and changed is Changed.YES
         if self._across is None or self._before is not None or is_written:
@@ -383,11 +375,7 @@ class Pager:
     def _fill(self, slot: int, unit: Unit, *, alone: bool = False) -> None:
         """Queue the copy of ``unit`` into a slot; what is trained is enough where it is there already, but
         outdated. Ranks that gather copy a part each, unless this one is to have it ``alone``."""
-        place = None
-        if self._ring.passes(unit.index):
-            source, place = self._ring.source(unit.index)
-        else:
-            source = self._store.shards[unit.index].weight
+        source, place = self._disk.source(unit.index)
         if self.slots.holder[slot] == unit.index and not alone:
             source = source[: unit.layout.grad_nbytes]
             self._outdated.discard(unit.index)

@@ -30,13 +30,12 @@ from functools import partial
 import torch
 from torch import nn
 
-from streamer.engine.disk.state import masters_of
-from streamer.engine.disk.weights import WeightRing
 from streamer.engine.guard import as_plain, not_a_number
-from streamer.engine.paging.unit import Unit
+from streamer.engine.paging.disk_pager import DiskPager
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT
+from streamer.engine.unit import Unit
 from streamer.store.host import HostStore
 from streamer.store.layout import Slice
 from streamer.store.ledger import host, require
@@ -94,7 +93,7 @@ class Parameters:
         units: Sequence[Unit],
         root: Unit,
         store: HostStore,
-        ring: WeightRing,
+        disk: DiskPager,
         root_buffer: torch.Tensor,
         *,
         writes_masters: bool,
@@ -104,7 +103,7 @@ class Parameters:
         self._units = units
         self._root = root
         self._store = store
-        self._ring = ring
+        self._disk = disk
         self._root_buffer = root_buffer
         self._writes_masters = writes_masters
         self.of = {unit.index: Seen(unit.written()) for unit in (*units, root)}
@@ -155,7 +154,7 @@ class Parameters:
         """Block until the weights of ``unit``, on the host and where user code sees them, and what makes
         masters of them may be written."""
         on_device = (ops.weight_slot(ROOT),) if unit is self._root else ()
-        masters = masters_of(unit.index, self._store.shards[unit.index])
+        masters = ops.masters_of(unit.index, self._store.shards[unit.index])
         self._issuer.wait((*on_device, *masters), to_write=True)
 
     # writes of user code
@@ -291,7 +290,7 @@ class Parameters:
         MemoryError if there is no room. [Note: copies of weights on disk]"""
         shard, seen = self._store.shards[unit.index], self.of[unit.index]
         self.await_masters(unit)
-        self._ring.forget(unit.index)
+        self._disk.forget(unit.index)
         remedy = "let go of what holds other parameters' memory, or save a checkpoint by streamer.save"
         require(
             f"the weights of '{unit.name}', which are on disk",
@@ -355,7 +354,7 @@ class Parameters:
         """Ranks have written ``unit``: take over what is on disk."""
         if self.of[unit.index].copy is not Copy.NONE:
             self.await_masters(unit)
-            self._ring.forget(unit.index)
+            self._disk.forget(unit.index)
             self._read_again(unit)
 
     def _read_again(self, unit: Unit) -> None:

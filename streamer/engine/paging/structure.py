@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from streamer.engine.paging.unit import Unit
+from streamer.engine.unit import Unit
 
 
 class Structure:

@@ -100,8 +100,8 @@ class Issuer:
         self._lock = Lock()
         #: ops that were issued, and those of them that were awaited by `synchronize`
         self._issued = self._awaited = 0
-        #: called before the caller's thread waits: issues what was put off
-        self.before_wait: Callable[[], None] | None = None
+        #: by unit, what issues an update that was put off until its weights are read, or somebody waits
+        self.deferred: dict[int, Callable[[], None]] = {}
 
     def issue(self, op: Op, work: Callable[[], object]) -> Event:
         """Submit ``work`` as ``op``, which is not for COMPUTE; the event of its end."""
@@ -151,9 +151,12 @@ class Issuer:
 
     def wait(self, places: Iterable[Place], *, to_write: bool = False) -> None:
         """Block the caller until its own thread may read (or write) ``places``."""
-        if self.before_wait is not None:
-            self.before_wait()
+        self._issue_deferred()
         self.mark(ops.sync(tuple(places), to_write=to_write)).wait()
+
+    def _issue_deferred(self) -> None:
+        for unit in [*self.deferred]:
+            self.deferred.pop(unit)()
 
     def forget_failures(self) -> bool:
         """Block the caller until everything that was submitted has ended, and go on as if none of it had
@@ -169,8 +172,7 @@ class Issuer:
 
     def synchronize(self) -> None:
         """Block the caller until everything that was submitted is done."""
-        if self.before_wait is not None:
-            self.before_wait()
+        self._issue_deferred()
         with self._lock:
             issued, written = self._issued, self._hazards.written()
         # every module of a model asks when `state_dict` comes to it

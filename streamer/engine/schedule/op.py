@@ -13,6 +13,7 @@ from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 from streamer.backends.base import Lane
+from streamer.store.shard import HostShard
 
 #: The unit that holds what is in no layer: embeddings, final norm, head. It never leaves the device.
 ROOT = -1
@@ -228,6 +229,13 @@ def agree(units: tuple[int, ...], masters: tuple[Place, ...]) -> Op:
     weights and state, in host memory and on disk, which are in the places ``masters``."""
     places = (*(gradient(unit) for unit in units), *masters)
     return Op(OpKind.AGREE, units[0] if len(units) == 1 else ROOT, None, places, places)
+
+
+def masters_of(unit: int, held: HostShard) -> tuple[Place, ...]:
+    """What to wait for before the weights and the state of ``unit``, which are ``held`` in host memory and on
+    disk, are read or written elsewhere."""
+    on_disk = () if held.weights_on_disk.is_empty else (weights_on_disk(unit),)
+    return (shard(unit), *on_disk, *(state(chunk.number) for chunk in held.disk.chunks))
 
 
 @_made_once

@@ -22,9 +22,9 @@ from torch import nn
 import streamer
 from models.gpt2 import GPT
 from streamer.backends.thread import ThreadBackend
+from streamer.engine import unit
 from streamer.engine.layer.arguments import apart
 from streamer.engine.layer.layer import StreamedLayer, _go_through
-from streamer.engine.paging import unit
 from streamer.engine.paging.pager import Pager
 from tests.engine.layer.common import Layer, Stack
 from tests.reference import (
