@@ -1,6 +1,6 @@
 """What does the config of ten billion parameters take on every machine that has a name?
 
-    python -m bench.plans    # a minute, no GPU: the plan of each, as `streamer plan` makes it
+    python -m bench.plans    # some minutes, no GPU: the plan of each, as `streamer plan` makes it
 
 Nothing is measured: peaks and sizes are those of data sheets (`streamer.simulate.machine`).
 """

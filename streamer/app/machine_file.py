@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from streamer.app.config import TEXT, ConfigError, dump_tables, read_sections, section
-from streamer.config_values import COUNT, NOT_NEGATIVE, POSITIVE, number, one_of
+from streamer.config_values import COUNT, FLAG, NOT_NEGATIVE, POSITIVE, number, one_of
 from streamer.simulate.machine import CPU, CUDA, INTERCONNECTS, Beside, Machine, named_machine
 
 
@@ -54,6 +54,7 @@ _OTHERS = {
     "interconnect": one_of(*INTERCONNECTS),
     "multiprocessors": COUNT,
     "threads_per_multiprocessor": COUNT,
+    "coherent": FLAG,
 }
 _MACHINE = {item.name: _OTHERS.get(item.name, POSITIVE) for item in fields(Machine) if item.name != BESIDE}
 _BESIDE = {item.name: _SHARE for item in fields(Beside)}

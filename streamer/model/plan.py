@@ -15,7 +15,7 @@ from streamer.model.options import WrapOptions
 from streamer.model.wrap import wrap
 from streamer.planner.choice import AUTO, Choice, may_be_auto
 from streamer.planner.step_plan import context_bytes
-from streamer.simulate.machine import CPU, Machine, named_machine
+from streamer.simulate.machine import Machine, named_machine
 from streamer.store.ledger import Room, limit_of
 
 GIB = 1 << 30
@@ -101,7 +101,7 @@ def plan(model: nn.Module, example: object, *, machine: Machine | str = "rtx-409
         there.device_bytes,
         there.host_bytes,
         limit_of(wanted.device_limit),
-        there.kind == CPU,
+        there.has_one_memory,
         context_bytes(there.kind),
         host_limit=wanted.host_limit,
     )

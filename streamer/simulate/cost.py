@@ -433,9 +433,7 @@ def _operation_flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
 def _rate(machine: Machine, packet: Any, args: Any) -> float:
     if packet in _ATTENTION and machine.attention_flops_per_second is not None:
         return machine.attention_flops_per_second
-    if machine.fp32_flops_per_second is not None and args[0].dtype == torch.float32:
-        return machine.fp32_flops_per_second
-    return machine.flops_per_second
+    return machine.product_flops(args[0].dtype)
 
 
 def _moved(packet: Any, args: Any, kwargs: Any, result: Any) -> int:

@@ -14,6 +14,7 @@ to erase what it has held before. ``streamer calibrate --disk DIR`` measures the
 
 from __future__ import annotations
 
+import difflib
 import math
 from dataclasses import dataclass, replace
 
@@ -87,6 +88,8 @@ class Machine:
         kind: "cuda", or "cpu" where the host's cores stand in for a device, whose memory is then the
             host's.
         fp32_flops_per_second: of products of fp32 tensors; None: as of others.
+        bf16_flops_per_second: of products of bf16 tensors, where tensor cores do not know bf16; None: as of
+            others.
         attention_flops_per_second: of fused attention; None: as of products.
         device_bytes_per_second: of operations that wait for the device's memory (norms, activations), counted
             as what they read and write; None: they take no time.
@@ -105,6 +108,8 @@ class Machine:
         seconds_per_visit: what this library takes of the host for each forward and backward of a layer,
             beside its operations. A GPU works meanwhile at what it has been given before.
         beside: what lanes keep of their rates beside one another.
+        coherent: the GPU and the CPU share one memory, so that ``device_bytes`` and ``host_bytes`` are the
+            same bytes.
     """
 
     name: str
@@ -116,6 +121,7 @@ class Machine:
     host_bytes: int
     kind: str = CUDA
     fp32_flops_per_second: float | None = None
+    bf16_flops_per_second: float | None = None
     attention_flops_per_second: float | None = None
     device_bytes_per_second: float | None = None
     seconds_per_op: float = 0.0
@@ -131,6 +137,7 @@ class Machine:
     network_bytes_per_second: float = ETHERNET_100
     collective_bytes_per_second: float = PCIE_4
     interconnect: str = BY_HOST
+    coherent: bool = False
 
     def bytes_per_second(self, lane: Lane) -> float:
         """The rate of a lane that is not COMPUTE; of COLLECTIVE, that of what a GPU sends; of BARRIER, where
@@ -150,6 +157,20 @@ class Machine:
             return min(rate, memory)
         # what goes by way of the host's memory is written there and read again
         return min(rate, memory / 2) if self.interconnect == BY_HOST else rate
+
+    def product_flops(self, dtype: torch.dtype) -> float:
+        """FLOP/s of products of tensors in ``dtype``."""
+        rate = None
+        if dtype is torch.float32:
+            rate = self.fp32_flops_per_second
+        elif dtype is torch.bfloat16:
+            rate = self.bf16_flops_per_second
+        return self.flops_per_second if rate is None else rate
+
+    @property
+    def has_one_memory(self) -> bool:
+        """Whether the device's memory is the host's."""
+        return self.kind == CPU or self.coherent
 
     @property
     def has_ranks(self) -> bool:
@@ -175,8 +196,8 @@ class Machine:
     def of_ranks(self, ranks: int, machines: int = 1) -> Machine:
         """This machine with so many GPUs, as one of so many ``machines``. More than two GPUs are taken to be
         in a server of two sockets, with `SERVER_BYTES` of memory at `SERVER_BYTES_PER_SECOND`, unless this
-        one has more."""
-        if ranks <= 2:
+        one has more, or its memory is the GPU's too."""
+        if ranks <= 2 or self.coherent:
             return replace(self, ranks=ranks, machines=machines)
         return replace(
             self,
@@ -257,6 +278,110 @@ RTX_5090 = replace(
     device_bytes=32 * GIB,  # the same: 32 GB
     multiprocessors=170,  # the same
     compute_capability=12.0,
+)
+
+#: A GeForce RTX 4080 in a desktop.
+RTX_4080 = replace(
+    RTX_4090,
+    name="RTX 4080",
+    flops_per_second=97.5e12,  # NVIDIA Ada GPU Architecture, appendix: bf16 with fp32 accumulation
+    fp32_flops_per_second=48.7e12,  # the same
+    device_bytes_per_second=0.8 * 716.8e9,  # the same: 256 bits of 22.4 Gbit/s
+    device_bytes=16 * GIB,  # the same: 16 GB
+    multiprocessors=76,  # the same
+)
+
+#: A GeForce RTX 4060 Ti with 16 GB in a desktop.
+RTX_4060_TI_16GB = replace(
+    RTX_4090,
+    name="RTX 4060 Ti 16 GB",
+    # 34 SMs (4352 CUDA cores) of 512 FLOP a cycle, as the 4090's, at 2.535 GHz: NVIDIA's page of the GeForce
+    # RTX 4060 family; derived
+    flops_per_second=44.1e12,
+    fp32_flops_per_second=22.1e12,  # 256 FLOP a cycle; derived
+    device_bytes_per_second=0.8 * 288e9,  # the same page: 128 bits of 18 Gbit/s
+    h2d_bytes_per_second=PCIE_4 / 2,  # PCIe 4.0 x8
+    d2h_bytes_per_second=PCIE_4 / 2,
+    device_bytes=16 * GIB,  # the same page: 16 GB
+    multiprocessors=34,  # see above
+    collective_bytes_per_second=PCIE_4 / 2,
+)
+
+#: An RTX A6000 in a workstation.
+RTX_A6000 = replace(
+    RTX_3090,
+    name="RTX A6000",
+    flops_per_second=154.8e12,  # NVIDIA Ampere GA102 GPU Architecture, appendix: bf16, fp32 accumulation
+    fp32_flops_per_second=38.7e12,  # the same
+    device_bytes_per_second=0.8 * 768e9,  # the same: 384 bits of 16 Gbit/s
+    host_bytes_per_second=77e9,  # four channels of DDR4-3200 are 102.4 GB/s (JESD79-4); estimate
+    device_bytes=48 * GIB,  # the same: 48 GB; ECC is off as delivered
+    interconnect=BY_PCIE,  # peer access; below one switch, assumed
+    multiprocessors=84,  # the same
+)
+
+#: A T4 in a cloud's machine. Its tensor cores know fp16, but not bf16: products of bf16 take as long as those
+#: of fp32.
+T4 = Machine(
+    name="T4",
+    flops_per_second=65e12,  # NVIDIA T4 data sheet: fp16 with fp32 accumulation
+    fp32_flops_per_second=8.1e12,  # the same
+    bf16_flops_per_second=8.1e12,  # as fp32, outside of the tensor cores; estimate
+    device_bytes_per_second=0.8 * 320e9,  # NVIDIA T4 product brief: 256 bits of 10 Gbit/s
+    h2d_bytes_per_second=PCIE_3,  # the data sheet: PCIe 3.0 x16
+    d2h_bytes_per_second=PCIE_3,
+    host_bytes_per_second=48e9,  # half of six channels of DDR4-2666, 128 GB/s (JESD79-4); estimate
+    device_bytes=15 * GIB,  # 16 GB, of which ECC takes a sixteenth: what a driver reports
+    host_bytes=128 * GIB,  # as AWS's g4dn.8xlarge
+    seconds_per_op=SECONDS_PER_OP,
+    seconds_per_visit=SECONDS_PER_VISIT,
+    collective_bytes_per_second=PCIE_3,
+    multiprocessors=40,  # NVIDIA Turing GPU Architecture: 2560 CUDA cores, 64 of each SM
+    threads_per_multiprocessor=1024,  # CUDA C++ Programming Guide, "Technical Specifications"
+    compute_capability=7.5,
+)
+
+#: An L4 in a cloud's machine.
+L4 = Machine(
+    name="L4",
+    flops_per_second=121e12,  # NVIDIA L4 data sheet: bf16, half of 242 with sparsity
+    fp32_flops_per_second=30.3e12,  # the same
+    device_bytes_per_second=0.8 * 300e9,  # the same
+    h2d_bytes_per_second=PCIE_4,  # the same: PCIe 4.0 x16
+    d2h_bytes_per_second=PCIE_4,
+    host_bytes_per_second=75e9,  # half of what an A100's host has; assumed
+    device_bytes=45 * GIB // 2,  # 24 GB, of which ECC takes a sixteenth: what a driver reports
+    host_bytes=128 * GIB,  # as AWS's g6.8xlarge, and g5.8xlarge of an A10G
+    seconds_per_op=SECONDS_PER_OP,
+    seconds_per_visit=SECONDS_PER_VISIT,
+    multiprocessors=58,  # NVIDIA Ada GPU Architecture: 7424 CUDA cores, 128 of each SM
+    threads_per_multiprocessor=1536,
+    compute_capability=8.9,
+)
+
+#: An A10G in a machine of AWS.
+A10G = replace(
+    L4,
+    name="A10G",
+    flops_per_second=70e12,  # NVIDIA A10G data sheet: bf16, half of 140 with sparsity
+    fp32_flops_per_second=35e12,  # the same
+    device_bytes_per_second=0.8 * 600e9,  # the same; PCIe 4.0 x16, 24 GB and ECC as an L4's
+    multiprocessors=80,  # what a driver reports
+    compute_capability=8.6,
+)
+
+#: An L40S in a server of which one GPU is used.
+L40S = replace(
+    L4,
+    name="L40S",
+    flops_per_second=362e12,  # NVIDIA L40S data sheet: bf16, dense; 733 with sparsity
+    fp32_flops_per_second=91.6e12,  # the same
+    device_bytes_per_second=0.8 * 864e9,  # the same; PCIe 4.0 x16 as an L4's
+    host_bytes_per_second=150e9,  # eight channels of DDR4-3200 are 204.8 GB/s (JESD79-4); estimate
+    device_bytes=45 * GIB,  # 48 GB, of which ECC takes a sixteenth: what a driver reports
+    host_bytes=256 * GIB,  # assumed
+    interconnect=BY_PCIE,  # peer access; below one switch, assumed
+    multiprocessors=142,  # the same: 18176 CUDA cores, 128 of each SM
 )
 
 #: An A100 80GB PCIe.
@@ -364,12 +489,41 @@ LAPTOP_8GB = Machine(
     compute_capability=8.9,
 )
 
+#: A DGX Spark: a GB10, whose CPU and GPU share one memory, so that all the rates below are of that memory.
+DGX_SPARK = Machine(
+    name="DGX Spark",
+    # an eighth of 1e15, the data sheet's figure for FP4 with sparsity, as of other Blackwell GPUs that add up
+    # in fp32 at full rate; derived
+    flops_per_second=125e12,
+    fp32_flops_per_second=31e12,  # NVIDIA at Hot Chips 2025
+    device_bytes_per_second=0.8 * 273e9,  # NVIDIA DGX Spark data sheet: 256 bits of LPDDR5X
+    h2d_bytes_per_second=0.4 * 273e9,  # a copy reads the memory and writes it
+    d2h_bytes_per_second=0.4 * 273e9,
+    host_bytes_per_second=0.75 * 273e9,  # estimate
+    device_bytes=119 * GIB,  # the same data sheet: 128 GB for both together
+    host_bytes=119 * GIB,
+    seconds_per_op=SECONDS_PER_OP,
+    seconds_per_visit=SECONDS_PER_VISIT,
+    multiprocessors=48,  # the same: 6144 CUDA cores, 128 of each SM
+    threads_per_multiprocessor=1536,
+    compute_capability=12.1,
+    beside=Beside(copy_copy=0.5, copy_host=0.5, host_copy=0.5),  # halves of what they share; estimate
+    coherent=True,
+)
+
 #: By the name that is asked for.
 MACHINES = {
     "rtx-3090": RTX_3090,
+    "rtx-4060ti-16gb": RTX_4060_TI_16GB,
+    "rtx-4080": RTX_4080,
     "rtx-4090": RTX_4090,
     "rtx-4090-pcie3": RTX_4090_PCIE_3,
     "rtx-5090": RTX_5090,
+    "rtx-a6000": RTX_A6000,
+    "t4": T4,
+    "l4": L4,
+    "a10g": A10G,
+    "l40s": L40S,
     "a100-40gb": A100_40GB,
     "a100-80gb": A100_PCIE_4,
     "h100-pcie": H100_PCIE_5,
@@ -377,15 +531,23 @@ MACHINES = {
     "h200": H200,
     "gh200": GH200,
     "laptop-8gb": LAPTOP_8GB,
+    "dgx-spark": DGX_SPARK,
 }
 
 
 #: The same by the name that a driver has for the GPU.
 BY_GPU = {
     "NVIDIA GeForce RTX 3090": RTX_3090,
+    "NVIDIA GeForce RTX 4060 Ti": RTX_4060_TI_16GB,
+    "NVIDIA GeForce RTX 4080": RTX_4080,
     "NVIDIA GeForce RTX 4090": RTX_4090,
     "NVIDIA GeForce RTX 5090": RTX_5090,
     "NVIDIA GeForce RTX 4060 Laptop GPU": LAPTOP_8GB,
+    "NVIDIA RTX A6000": RTX_A6000,
+    "Tesla T4": T4,
+    "NVIDIA L4": L4,
+    "NVIDIA A10G": A10G,
+    "NVIDIA L40S": L40S,
     "NVIDIA A100-PCIE-40GB": A100_40GB,
     "NVIDIA A100-SXM4-40GB": A100_40GB,
     "NVIDIA A100 80GB PCIe": A100_PCIE_4,
@@ -394,6 +556,7 @@ BY_GPU = {
     "NVIDIA H100 80GB HBM3": H100_SXM,
     "NVIDIA H200": H200,
     "NVIDIA GH200 480GB": GH200,
+    "NVIDIA GB10": DGX_SPARK,
 }
 
 
@@ -401,13 +564,36 @@ def peak_flops(gpu: str, dtype: torch.dtype) -> float | None:
     """FLOP/s of products in ``dtype`` by the data sheet of the GPU that its driver calls so; None for one of
     which none is known here."""
     machine = BY_GPU.get(gpu)
-    if machine is None:
-        return None
-    return machine.fp32_flops_per_second if dtype is torch.float32 else machine.flops_per_second
+    return None if machine is None else machine.product_flops(dtype)
+
+
+#: The most names that an error proposes.
+MOST_LIKE = 4
 
 
 def named_machine(name: str) -> Machine:
-    """The machine of a name in `MACHINES`. Raises ValueError, listing them, for one that is not there."""
+    """The machine of a name in `MACHINES`. Raises ValueError for one that is not there, with the names that
+    are like it, if there are any, and the list of all."""
     if name not in MACHINES:
-        raise ValueError(f"there is no machine {name!r}: known are {', '.join(MACHINES)}")
+        *others, last = like_name(name) or [""]
+        near = f"did you mean {', '.join(others)}{' or ' * bool(others)}{last}? " if last else ""
+        raise ValueError(f"there is no machine {name!r}: {near}known are {', '.join(MACHINES)}")
     return MACHINES[name]
+
+
+def like_name(name: str) -> list[str]:
+    """The names in `MACHINES` that are like ``name``: the one that differs only in case, spaces and dashes;
+    if there is none, those that have ``name`` in them or are in it, and then those that are spelt nearly so.
+    """
+    by_plain = {_plain(known): known for known in MACHINES}
+    asked = _plain(name)
+    if asked in by_plain:
+        return [by_plain[asked]]
+    found = [plain for plain in by_plain if asked and (asked in plain or plain in asked)]
+    found += difflib.get_close_matches(asked, by_plain)
+    return [by_plain[plain] for plain in dict.fromkeys(found)][:MOST_LIKE]
+
+
+def _plain(name: str) -> str:
+    """``name`` in lower case, letters and digits only."""
+    return "".join(filter(str.isalnum, name.lower()))

@@ -391,8 +391,28 @@ def test_where_no_larger_batch_was_looked_for(config: str, capsys: pytest.Captur
     assert "largest batch that fits (with two slots): 512 or more" in capsys.readouterr().out
 
 
+def test_a_machine_of_one_memory_is_told_that_streaming_gains_nothing(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "CPU and GPU share one memory on this machine: streaming from host memory gains nothing there"
+    assert main(["plan", config, "--machine", "dgx-spark"]) == 0
+    first, second, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("small on DGX Spark: ") and second == line
+    assert " are not used: " not in "\n".join(others), "the host has what the GPU has not"
+    needed = [line for line in others if line.startswith("  needed")]
+    assert "of 119.00 GiB (with the device, whose memory it is): fits" in needed[1]
+    assert any(line.startswith("  of these page-locked") for line in others)
+    code, found = planned(capsys, config, "--machine", "dgx-spark")
+    assert code == 0 and found["machine"]["coherent"] is True
+    assert found["host_needed"] == sum(found["host_bytes"].values()) + found["device_needed"]
+    assert main(["plan", config, "--machine", "gh200"]) == 0
+    assert line not in capsys.readouterr().out
+
+
 def test_bad_input(config: str, gpt: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert all(name in refused(capsys, config, "--machine", "rtx-9090") for name in MACHINES)
+    error = refused(capsys, config, "--machine", "rtx4090")
+    assert "there is no machine 'rtx4090': did you mean rtx-4090? known are " in error
+    assert all(name in error for name in MACHINES)
     assert "give a number and its unit such as '16GiB'" in refused(capsys, config, "--host-memory", "16")
     assert "device_memory" in refused(capsys, config, "--device-memory", "16 Gib")
     assert "layers" in refused(capsys, config, "--set", "model.args.n_layer=0")

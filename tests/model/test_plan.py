@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ import streamer
 from models.gpt2 import GPT
 from streamer.app.config import load_config
 from streamer.app.plan.planning import plan_run
-from streamer.simulate.machine import named_machine
+from streamer.simulate.machine import MACHINES, named_machine
 from tests.app.test_plan_command import SMALL
 
 SIZES = {"vocab_size": 256, "block_size": 32, "n_layer": 5, "n_head": 2, "n_embd": 64}
@@ -65,9 +67,29 @@ def test_what_does_not_fit_is_told_and_how_it_reads() -> None:
     assert repr(streamer.plan(model(), TOKENS, layers="transformer.h")).endswith("\nfits")
 
 
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_named_machine_plans(name: str) -> None:
+    found = streamer.plan(model(), TOKENS, layers="transformer.h", dtype=torch.bfloat16, machine=name)
+    assert found.fits and found.machine == MACHINES[name].name
+    assert found.seconds > 0 and found.busy_seconds["h2d"] > 0
+
+
+def test_one_memory_is_not_counted_twice() -> None:
+    spark = MACHINES["dgx-spark"]
+    options = {"layers": "transformer.h", "dtype": torch.bfloat16}
+    needed = streamer.plan(model(), TOKENS, machine=spark, **options)
+    both = needed.device_needed + needed.host_needed
+    for there, fits in ((both, True), (both - 1, False)):
+        machine = replace(spark, device_bytes=there, host_bytes=there)
+        assert streamer.plan(model(), TOKENS, machine=machine, **options).fits is fits
+    apart = replace(machine, coherent=False)
+    assert streamer.plan(model(), TOKENS, machine=apart, **options).fits, "the memory of each has room"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"machine": "rtx4090"}, r"there is no machine 'rtx4090': did you mean rtx-4090\? known are"),
         ({"machine": "abacus"}, "there is no machine 'abacus'"),
         ({"activations": "auto"}, "plan takes options that are chosen"),
         ({"slots": 2}, "plan knows no option 'slots'"),

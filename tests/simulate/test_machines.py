@@ -16,7 +16,7 @@ from streamer.backends.base import Event, Lane, Span
 from streamer.simulate.backend import VirtualBackend
 from streamer.simulate.clock import Clock
 from streamer.simulate.cost import Cost, DeviceKernels, Operations
-from streamer.simulate.machine import GIB, MACHINES, Beside, Machine
+from streamer.simulate.machine import BY_GPU, GIB, MACHINES, Beside, Machine, like_name, peak_flops
 
 #: One FLOP a second, a thousand bytes of the device's memory, and nothing for a launch.
 UNIT = Machine("unit", 1.0, 1.0, 1.0, 1.0, 1 << 40, 1 << 40, device_bytes_per_second=1000.0)
@@ -25,6 +25,7 @@ COMPUTE, H2D, D2H, HOST = Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST
 
 def test_common_machines_are_there() -> None:
     wanted = ["rtx-3090", "rtx-4090", "rtx-5090", "a100-40gb", "a100-80gb", "h100-pcie", "h100-sxm"]
+    wanted += ["rtx-4060ti-16gb", "rtx-4080", "rtx-a6000", "t4", "l4", "a10g", "l40s", "dgx-spark"]
     assert {*wanted, "h200", "gh200", "laptop-8gb"} <= set(MACHINES)
 
 
@@ -33,6 +34,7 @@ def test_a_named_machine_is_complete_and_plausible(name: str, tmp_path: Path) ->
     found = machine(name)
     assert found.kind == "cuda"
     assert found.fp32_flops_per_second is not None and found.device_bytes_per_second is not None
+    assert found.compute_capability is not None
     assert found.fp32_flops_per_second < found.flops_per_second
     # between a laptop and a superchip: the device's memory above the host's, the bus below both
     assert 20e12 < found.flops_per_second < 1000e12
@@ -40,7 +42,14 @@ def test_a_named_machine_is_complete_and_plausible(name: str, tmp_path: Path) ->
     assert found.host_bytes_per_second < found.device_bytes_per_second
     assert 12e9 <= found.h2d_bytes_per_second == found.d2h_bytes_per_second <= 450e9
     assert 8 * GIB <= found.device_bytes <= 144 * GIB < 512 * GIB
-    assert found.device_bytes < found.host_bytes or name == "h200"
+    if found.coherent:
+        assert found.device_bytes == found.host_bytes == machine(name, 4).host_bytes, "one memory"
+    else:
+        assert found.device_bytes < found.host_bytes or name == "h200"
+    assert (found.bf16_flops_per_second is None) is (found.compute_capability >= 8), "from Ampere on"
+    if found.interconnect != "nvlink" and name != "laptop-8gb":  # which has one GPU
+        assert found.collective_bytes_per_second <= found.h2d_bytes_per_second
+    assert found in BY_GPU.values() or name == "rtx-4090-pcie3"
     assert 0 < found.seconds_per_op < 1e-4
     path = tmp_path / "machine.toml"
     path.write_text(dump_machine(found))
@@ -56,9 +65,48 @@ def test_a_machine_that_is_written_is_read_back(tmp_path: Path) -> None:
 
 def test_an_unknown_machine_is_told_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
-        machine("rtx-409")
-    assert "there is no machine 'rtx-409': known are rtx-3090, rtx-4090," in str(caught.value)
-    assert str(caught.value).endswith("or give a file ending in .toml, which streamer calibrate writes")
+        machine("abacus")
+    assert str(caught.value) == (
+        f"there is no machine 'abacus': known are {', '.join(MACHINES)}; "
+        "or give a file ending in .toml, which streamer calibrate writes"
+    )
+
+
+def test_a_misspelt_machine_is_told_those_like_it_before_all_others() -> None:
+    for misspelt, near in [
+        ("rtx4090", "rtx-4090"),
+        ("l40", "l4 or l40s"),
+        ("h100", "h100-pcie, h100-sxm or h200"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            machine(misspelt)
+        told = f"there is no machine {misspelt!r}: did you mean {near}? known are rtx-3090, rtx-4060ti-16gb, "
+        assert str(caught.value).startswith(told)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "like"),
+    [
+        ("RTX 4090", ["rtx-4090"]),
+        ("NVIDIA GeForce RTX 4090", ["rtx-4090"]),
+        ("3090", ["rtx-3090"]),
+        ("spark", ["dgx-spark"]),
+        ("a100", ["a100-40gb", "a100-80gb", "a10g"]),
+        ("rtx-4091", ["rtx-4090", "rtx-5090", "rtx-4080"]),
+        ("rtx", ["rtx-3090", "rtx-4060ti-16gb", "rtx-4080", "rtx-4090"]),
+        ("abacus", []),
+        ("-", []),
+        ("", []),
+    ],
+)
+def test_names_are_alike_but_for_case_spaces_and_dashes(asked: str, like: list[str]) -> None:
+    assert like_name(asked) == like
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_name_without_its_dashes_is_like_itself_alone(name: str) -> None:
+    assert like_name(name.upper().replace("-", " ")) == [name]
 
 
 LEAST = """\
@@ -109,6 +157,7 @@ def test_the_least_file(tmp_path: Path) -> None:
             "host_bytes = 1\n[beside]\ncopy_cpy = 1\n",
             r"unknown key 'copy_cpy' in \[beside\]; did you mean 'copy_copy'\?",
         ),
+        ('"least"', '"least"\ncoherent = 1', "machine.coherent must be true or false, not 1"),
         ("[machine]", "[machine", "not TOML in UTF-8, correct it there"),
     ],
 )
@@ -206,6 +255,17 @@ def test_products_take_the_time_of_their_flops_or_of_their_bytes() -> None:
     halves = replace(UNIT, fp32_flops_per_second=4.0)
     assert seconds(halves, lambda: x @ y) == 500.0
     assert seconds(halves, lambda: x.bfloat16() @ y.bfloat16()) == pytest.approx(2000.0 + 4 * 0.3)
+
+
+def test_bf16_is_slow_where_tensor_cores_do_not_know_it() -> None:
+    made = replace(UNIT, device_bytes_per_second=None, bf16_flops_per_second=0.5)
+    took = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = meta(10, 10, dtype=dtype)
+        took[dtype] = seconds(made, lambda x=x: x @ x)
+    assert took == {torch.bfloat16: 4000.0, torch.float16: 2000.0, torch.float32: 2000.0}
+    assert peak_flops("Tesla T4", torch.float16) == 65e12
+    assert peak_flops("Tesla T4", torch.bfloat16) == peak_flops("Tesla T4", torch.float32) == 8.1e12
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

@@ -72,7 +72,7 @@ def room_on(machine: Machine, config: Config) -> Room:
         machine.device_bytes,
         machine.host_bytes - PROCESS_BYTES * machine.ranks,
         limit_of(parse_bytes("device_memory", config.stream.device_memory)),
-        machine.kind == CPU,
+        machine.has_one_memory,
         context_bytes(machine.kind),
         host_limit=limit_of(parse_bytes("host_memory", config.memory.host)),
         ranks=machine.ranks,
@@ -136,7 +136,7 @@ class RunPlan:
     @property
     def host_pinned(self) -> int:
         """Bytes of host memory that are page-locked, as what is copied to or from a GPU is."""
-        return 0 if self.room.shared else Ledger({}, self.step.host_bytes).pinned_host_bytes
+        return 0 if self.machine.kind == CPU else Ledger({}, self.step.host_bytes).pinned_host_bytes
 
     @property
     def device_needed(self) -> int:

@@ -20,7 +20,7 @@ from streamer.app.plan.planning import (
 from streamer.app.plan.remedies import Faster, Remedies, faster, find_remedies
 from streamer.backends.base import DISKS, SPECIAL, Lane
 from streamer.errors import amount
-from streamer.simulate.machine import CUDA, Machine
+from streamer.simulate.machine import Machine
 from streamer.store.ledger import UNLIMITED
 
 
@@ -31,6 +31,8 @@ def plan_lines(config: Config, plan_of: RunPlanOf) -> Iterator[str]:
         f"{config.run.name} on {_machine(plan.machine)}: {plan.parameters:,} parameters, "
         f"{config.data.batch_size} x {config.data.context} = {plan.tokens:,} tokens a step"
     )
+    if plan.machine.coherent:
+        yield "CPU and GPU share one memory on this machine: streaming from host memory gains nothing there"
     if plan.machine.ranks > 1:
         yield (
             "what follows is of one GPU; the host's bytes are for all, which copy and update at "
@@ -233,7 +235,7 @@ def _time(hours: float) -> str:
 def _idle(plan: RunPlan) -> Iterator[str]:
     """Where half of a GPU or more is not used: that it is."""
     unused = plan.machine.device_bytes - plan.device_needed
-    if plan.machine.kind == CUDA and 2 * unused >= plan.machine.device_bytes:
+    if not plan.machine.has_one_memory and 2 * unused >= plan.machine.device_bytes:
         yield (
             f"{amount(unused)} of the GPU's {amount(plan.machine.device_bytes)} are not used: take a larger "
             "data.batch_size, or stream.device_memory, with which more layers stay there"
