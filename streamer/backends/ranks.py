@@ -46,8 +46,8 @@ T = TypeVar("T")
 MESSAGE = 1 << 10
 #: Waits of which the end is not known: another rank writes a checkpoint, say. One that ends is noticed.
 PATIENT = timedelta(days=365)
-#: How long a collective that has failed waits for who has ended.
-CLOSING = timedelta(seconds=2)
+#: How long a collective that has failed looks for who has ended, and the pause between two looks.
+CLOSING_SECONDS, LOOK_SECONDS = 2.0, 0.02
 #: Bytes that are copied from machine to machine at a time.
 REPLICATED = 1 << 24
 #: What is gathered through a buffer begins in it at a multiple of this many bytes.
@@ -527,15 +527,24 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            # where a rank has ended, an exchange with it says so
-            why = RanksError("a collective has failed")
-            try:
-                self._exchange(what, None, range(self.size), Channel.COLLECTIVE, CLOSING)
-            except RanksError as found:
-                why = found
-            failed = RanksError(f"{why}. {what} ({_in_a_line(error)})")
+            failed = RanksError(f"{self._why_failed()}. {what} ({_in_a_line(error)})")
             self._fail(failed)
             raise failed from error
+
+    def _why_failed(self) -> str:
+        """Why a collective has failed: a rank has ended, whose connections are closed a little later."""
+        group, until = self._exchanging.get(Channel.COLLECTIVE), time.monotonic() + CLOSING_SECONDS
+        while group is not None and time.monotonic() < until:
+            if known := self._error_of_others():
+                return known
+            for rank in range(self.size):
+                try:
+                    if rank != self.rank:
+                        group.send([torch.zeros(MESSAGE, dtype=torch.uint8)], rank, 0)
+                except RuntimeError:
+                    return f"rank {rank} has ended, or has unwrapped its model"
+            time.sleep(LOOK_SECONDS)
+        return "a collective has failed"
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Let ``tensor`` be that of rank 0; not while the COLLECTIVE lane has work."""

@@ -251,7 +251,7 @@ TOLD = {
     ("name", "machines"),
     [
         *[(name, None) for name in PROGRAMS],
-        *[(name, 2) for name in PROGRAMS if name != "without_group"],
+        *[(name, 2) for name in ("other_model", "writes_at_once", "auto", "raises")],
     ],
 )
 def test_ranks_are_told_what_is_wrong(name: str, machines: int | None) -> None:
@@ -309,7 +309,7 @@ def killed(rank: int, moment: str, folder: str, machines: int | None) -> tuple[s
 MOMENTS = ("forward", "backward", "step", "save")
 
 
-@pytest.mark.parametrize(("size", "machines"), [(3, None), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("size", "machines"), [(3, None), (4, 2)])
 def test_a_rank_that_is_killed_is_named_and_leaves_nothing(
     size: int, machines: int | None, tmp_path: Path
 ) -> None:
@@ -329,7 +329,7 @@ def test_a_rank_that_is_killed_is_named_and_leaves_nothing(
         assert nothing is None, moment
         for error, of_rank in answers:
             assert re.match(f"rank {size - 1} has ended", error), (moment, error)
-            assert size == machines or of_rank
+            assert of_rank
             memory |= of_rank
         # the last complete checkpoint is there, and nothing else
         assert [path.name for path in (tmp_path / moment).iterdir()] == ["saved"], moment

@@ -43,8 +43,6 @@ CASES: dict[str, Case] = {
     "plain": (1, {}, {}),
     "one slot": (1, {"num_slots": 1}, {"clip": None}),
     "keep": (1, {"activations": "keep", "num_slots": 3}, {}),
-    "offloaded inputs": (1, {"activations": "recompute+offload", "num_slots": 2}, {}),
-    "micro-batches": (1, {"micro_batch_size": 2}, {}),
     "frozen parts": (1, BF16, {"frozen": True}),
     "scaler": (1, {"dtype": torch.float16}, {"scaled": True}),
     "several in bf16": (2, BF16, {}),
@@ -53,8 +51,7 @@ CASES: dict[str, Case] = {
 #: How many ranks, the machines that they are on, and what they are tried with.
 GROUPS: dict[str, tuple[int, int | str | None, list[str]]] = {
     "two": (2, None, [*CASES]),
-    "three": (3, None, ["plain", "in backward"]),
-    "two machines that are replicas": (4, 2, ["in backward"]),
+    "three": (3, None, ["plain"]),
     "two machines that divide the state": (4, "aabb", ["several in bf16", "in backward"]),
 }
 
@@ -133,7 +130,7 @@ def train_with(rank: int, delays: Mapping[Lane, Any], *, gathers: bool = True) -
     return run([[rank]], given, divisor=1, clip=None)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 def test_ranks_that_are_late_compute_the_same(seed: int) -> None:
     for late, in_time in run_ranks(2, train_late, seed):
         assert not differing(late, in_time)

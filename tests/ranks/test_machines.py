@@ -35,15 +35,14 @@ MESHES = {
     "2x1": (
         2,
         1,
-        ["plain", "frozen parts", "scaler", "bf16 moments", "several in bf16", "in backward"],
+        ["frozen parts", "scaler", "several in bf16", "in backward"],
     ),
-    "1x2": (1, 2, ["plain", "8-bit moments", "in backward, bf16"]),
-    "2x2": (2, 2, ["plain", "8-bit moments", "several in bf16", "in backward, bf16"]),
+    "2x2": (2, 2, ["8-bit moments", "in backward, bf16"]),
 }
 #: A mesh, where as many ranks of a group are whose machines divide the state, and what is trained by both.
 DIVIDED = {
-    "2x1": ("ab", ["scaler", "frozen parts", "bf16 moments", "in backward"]),
-    "2x2": ("aabb", ["8-bit moments", "several in bf16", "in backward, bf16"]),
+    "2x1": ("ab", ["scaler", "frozen parts", "in backward"]),
+    "2x2": ("aabb", ["8-bit moments", "in backward, bf16"]),
 }
 
 
