@@ -121,6 +121,8 @@ class Ranks:
 
     def _place(self, placement: Placement, *, are_replicas: bool) -> None:
         self._placement = placement
+        #: whether there is no other rank
+        self.is_alone = self.size == 1
         self.machine, self.machines = placement.machine, len(placement.rows)
         #: which of this machine's ranks, that share its memory, this is, and how many they are
         self.local_rank, self.local_size = placement.row.index(self.rank), len(placement.row)
@@ -143,11 +145,6 @@ class Ranks:
         members = [self._members[rank] for rank in ranks]
         made: ProcessGroup = dist.new_group(members, self._timeout, use_local_synchronization=True)
         return made
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is no other rank."""
-        return self.size == 1
 
     @property
     def is_first(self) -> bool:

@@ -553,7 +553,6 @@ class AdamW(Optimizer):
 
     def _queue(self, executor: Executor, updates: dict[int, UnitUpdate], unscale: float) -> None:
         work: dict[int, tuple[ShardUpdate, int]] = {}
-        hypers = {hyper for update in updates.values() for hyper in update.hypers}
         for unit in (executor.root, *executor.units):
             if unit.index in updates:
                 scale = unscale * executor.gradients.factor
@@ -561,11 +560,17 @@ class AdamW(Optimizer):
                 of_unit = updates[unit.index]
                 update = partial(update_shard, update=of_unit, grad_scale=scale, seed=unit.index + 1)
                 work[unit.index] = update, of_unit.launches.nbytes(executor.shard(unit).range)
-        scale = unscale * executor.gradients.factor
-        of_all = crc32(repr((sorted(hypers), scale, sorted(updates))).encode())
-        told = ", ".join(f"lr {hyper.lr:.6g} in step {hyper.step}" for hyper in sorted(hypers)[:2])
-        executor.step(work, f"{told}, gradients times {scale:.9g}, checksum {of_all:08x}")
+        told = "" if executor.ranks.is_alone else _same_on_all(updates, unscale * executor.gradients.factor)
+        executor.step(work, told)
 
     def _synchronize(self) -> None:
         for executor in self._executors:
             executor.synchronize()
+
+
+def _same_on_all(updates: Mapping[int, UnitUpdate], scale: float) -> str:
+    """What of updates by unit must be the same on all ranks; gradients are multiplied by ``scale``."""
+    hypers = sorted({hyper for update in updates.values() for hyper in update.hypers})
+    of_all = crc32(repr((hypers, scale, sorted(updates))).encode())
+    told = ", ".join(f"lr {hyper.lr:.6g} in step {hyper.step}" for hyper in hypers[:2])
+    return f"{told}, gradients times {scale:.9g}, checksum {of_all:08x}"

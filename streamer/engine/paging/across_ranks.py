@@ -244,6 +244,8 @@ class AcrossRanks:
     def check_backward(self) -> None:
         """All layers have gone backward on this rank. Raises RanksError where others have run more or fewer,
         whose gradients would be waited for."""
+        if self.ranks.is_alone:
+            return
         self.ranks.exchange(f"the end of a backward of {self._num_reduced} layers")
         self._num_reduced = 0
 
@@ -342,11 +344,13 @@ class AcrossRanks:
     def before_updates(self, units: Sequence[int], told: str) -> None:
         """Updates of ``units`` are about to be issued, of which ``told`` says what must be the same on all
         ranks."""
-        words = f"optimizer.step() of {len(units)} units ({told})"
-        self._agree(tuple(units), words)
+        if not self.ranks.is_alone:
+            self._agree(tuple(units), f"optimizer.step() of {len(units)} units ({told})")
 
     def after_update(self, unit: Unit) -> None:
         """The update of ``unit`` was issued."""
+        if self.ranks.is_alone:
+            return
         shard = self._store.shards[unit.index]
         if self._store.is_divided and shard.weights_on_disk.is_empty:
             # .data: a version counter of its own, so that this write is not taken for the user's
@@ -424,8 +428,6 @@ class AcrossRanks:
         return found
 
     def _agree(self, units: tuple[int, ...], words: str) -> None:
-        if self.ranks.is_alone:
-            return
         masters = (place for unit in units for place in ops.masters_of(unit, self._store.shards[unit]))
         op = ops.agree(units, tuple(masters))
         self._issuer.issue(op, partial(self.ranks.exchange, words, channel=Channel.BARRIER))
