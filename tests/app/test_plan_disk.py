@@ -96,8 +96,8 @@ def moved_by(config: Config, steps: int, folder: Path) -> tuple[int, int]:
     """Bytes that ``steps`` real steps read from disk and write there, as the scratch files count them."""
     opened: list[Scratch] = []
 
-    def scratch(folders: Any) -> Scratch:
-        opened.append(Scratch(folders, direct_io="off"))
+    def scratch(folders: Any, **options: Any) -> Scratch:
+        opened.append(Scratch(folders, direct_io="off", **options))
         return opened[-1]
 
     torch.manual_seed(0)
