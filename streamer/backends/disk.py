@@ -120,7 +120,7 @@ class Scratch:
     and ``sleep`` are the functions of time used for that. ``system`` has the calls of the system, for tests.
 
     ``ranks`` of one machine share the files, and what none of them has written is zero; where a transfer
-    fails on one, all are told. For them this and `allocate` are exchanges, and raise RanksError for what has
+    fails on one, all raise. For them this and `allocate` are exchanges, and raise RanksError for what has
     failed on another, of this machine or not.
 
     Raises DiskError for a folder that cannot be used, before anything is allocated, and ValueError for
@@ -458,9 +458,7 @@ class Disks:
 
     def reader(self, between: torch.Tensor) -> StoredTensors:
         """What reads the parameters in files, by way of ``between``."""
-        reader = StoredTensors(between)
-        reader.told = self._ranks.tell
-        return reader
+        return StoredTensors(between, ranks=self._ranks)
 
     @staticmethod
     def buffer(nbytes: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ import enum
 import os
 import pickle
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -44,7 +45,7 @@ T = TypeVar("T")
 
 #: Bytes of a message; what is longer goes in a second one.
 MESSAGE = 1 << 10
-#: Waits of which the end is not known: another rank writes a checkpoint, say. One that ends is noticed.
+#: The timeout of waits for long work, such as the writing of a checkpoint. A rank that ends is noticed.
 PATIENT = timedelta(days=365)
 #: How long a collective that has failed looks for who has ended, and the pause between two looks.
 CLOSING_SECONDS, LOOK_SECONDS = 2.0, 0.02
@@ -103,7 +104,7 @@ class Ranks:
         if dist.get_rank() not in self._members:
             raise ValueError("this process is not of the process_group that it was given")
         self.rank, self.size = self._members.index(dist.get_rank()), len(self._members)
-        # the groups of a mesh have PyTorch's default, whatever init_process_group was told
+        # the groups of a mesh have PyTorch's default timeout, not that of init_process_group
         known = [dist.group.WORLD] if is_mesh(group) else []
         self._timeout = min(group_timeout(each, self._device) for each in [*known, *groups_of(group)])
         names, tokens = zip(*self._by_callers(group, (machine_name(), os.urandom(8).hex())), strict=True)
@@ -273,7 +274,7 @@ class Ranks:
                 self._store.set(str(self.rank), str(error))
 
     def line_of(self, error: BaseException) -> str:
-        """What others are told of an ``error`` of this rank, with this machine if there are others."""
+        """A line for other ranks on an ``error`` of this one, with this machine if there are others."""
         here = "" if self.machines == 1 else f" (machine {self.machine}, '{os.uname().nodename}')"
         return f"{_in_a_line(error)}{here}"
 
@@ -359,8 +360,8 @@ class Ranks:
         with self.together(_memory(nbytes)):
             if self.is_first_of_machine:
                 touch(buffer.numpy())
-        if pinned:
-            backend.pin(buffer)
+            if pinned:
+                backend.pin(buffer)
         return buffer
 
     def host_reserve(self, backend: Backend, nbytes: int) -> torch.Tensor:
@@ -381,7 +382,8 @@ class Ranks:
 
         (file,), _ = self.share_files(_memory(nbytes), make)
         try:
-            return map_file(file, nbytes, in_forks=backend.device.type == "cpu")
+            with self.together(_memory(nbytes)):
+                return map_file(file, nbytes, in_forks=backend.device.type == "cpu")
         finally:
             os.close(file)
 
@@ -394,23 +396,32 @@ class Ranks:
             name, opened = f"\0streamer-{os.urandom(16).hex()}", list[int]()
 
             def lead() -> tuple[str, int, T]:
-                files, told = make()
+                files, details = make()
                 opened.extend(files)
                 listener.bind(name)
                 listener.listen(self.local_size)
                 listener.settimeout(self._timeout.total_seconds())
-                return name, len(files), told
+                return name, len(files), details
 
-            where, count, told = self.on_first_of_machine(what, lead)
+            where, count, details = self.on_first_of_machine(what, lead)
             with self.together(what):
                 if self.is_first_of_machine:
-                    for _ in range(self.local_size - 1):
+                    served = 0
+                    while served < self.local_size - 1:
                         with listener.accept()[0] as other:
-                            socket.send_fds(other, [b"\0"], opened)
+                            # the name is no secret: files go to processes of this user alone
+                            if _user_of(other) == os.getuid():
+                                socket.send_fds(other, [b"\0"], opened)
+                                served += 1
                 else:
+                    listener.settimeout(self._timeout.total_seconds())
                     listener.connect(where)
                     opened = socket.recv_fds(listener, 1, count)[1]
-            return opened, told
+                    if len(opened) < count:
+                        raise RanksError(
+                            "the first rank of this machine passes no files: run all ranks as one user"
+                        )
+            return opened, details
 
     # collectives, called by work of the COLLECTIVE lane
 
@@ -573,6 +584,13 @@ def _apart(words: dict[int, str]) -> RanksError:
     is_in_layers = any(what.startswith((LAYER_AVERAGED, LAYER_GATHERED)) for what in by_words)
     hint = f". {ONE_SEED}" if is_in_layers else ""
     return RanksError(f"the ranks do not do the same. Last came {'; '.join(found)}{hint}")
+
+
+def _user_of(other: socket.socket) -> int:
+    """The number of the user whose process is at the other end of a socket of this machine."""
+    # struct ucred: the process, the user, the group
+    found = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", found)[1])
 
 
 def _memory(nbytes: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ import torch
 
 from streamer.backends.base import Lane, Process
 from streamer.backends.direct_io import ALIGNMENT, StoredFile, System
+from streamer.backends.ranks import Ranks
 from streamer.backends.thread import Worker, run_all
 from streamer.errors import DiskError
 
@@ -64,10 +65,12 @@ class StoredTensors:
     """Reads tensors of files. ``between`` is memory for the reads that are running: `between_bytes` of it,
     flat uint8, that begin at a multiple of `ALIGNMENT`."""
 
-    def __init__(self, between: torch.Tensor, *, system: System | None = None) -> None:
+    def __init__(
+        self, between: torch.Tensor, *, system: System | None = None, ranks: Ranks | None = None
+    ) -> None:
+        """The other ``ranks`` are given the reason where a read has failed."""
         self._system = system or System()
-        #: called with what fails, before that is raised
-        self.told: Callable[[DiskError], object] | None = None
+        self._ranks = ranks or Ranks()
         self._process = Process()
         self._lock = threading.Lock()
         self._files: dict[Path, StoredFile] = {}
@@ -107,8 +110,7 @@ class StoredTensors:
         try:
             yield
         except DiskError as error:
-            if self.told is not None:
-                self.told(error)
+            self._ranks.tell(error)
             raise
 
     def _read(self, stored: StoredTensor, into: torch.Tensor, elements: range) -> None:

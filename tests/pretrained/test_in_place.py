@@ -205,8 +205,8 @@ def test_planned_bytes_are_held_bytes(disk: Any, tmp_path: Path) -> None:
 def test_each_step_reads_the_files_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, readers = stored(tmp_path / "base.safetensors"), list[StoredTensors]()
 
-    def reader_of(between: torch.Tensor) -> StoredTensors:
-        readers.append(StoredTensors(between))
+    def reader_of(between: torch.Tensor, **options: Any) -> StoredTensors:
+        readers.append(StoredTensors(between, **options))
         return readers[-1]
 
     monkeypatch.setattr("streamer.backends.disk.StoredTensors", reader_of)
@@ -318,7 +318,8 @@ def test_nothing_frozen_is_said(tmp_path: Path) -> None:
 def with_faults(monkeypatch: pytest.MonkeyPatch, preadv: Callable[..., int]) -> None:
     system = System(preadv=preadv)
     monkeypatch.setattr(
-        "streamer.backends.disk.StoredTensors", lambda between: StoredTensors(between, system=system)
+        "streamer.backends.disk.StoredTensors",
+        lambda between, **options: StoredTensors(between, system=system, **options),
     )
 
 

@@ -126,18 +126,15 @@ def begin(rank: int, folder: str) -> list[Arrays]:
     return found
 
 
-@pytest.mark.parametrize("machines", ["ab"])
-def test_disks_begin_with_the_values_of_the_first_rank(machines: int | str, tmp_path: Path) -> None:
-    for of_rank in run_ranks(2, on_machines, machines, begin, str(tmp_path)):
+def test_disks_begin_with_the_values_of_the_first_rank(tmp_path: Path) -> None:
+    for of_rank in run_ranks(2, on_machines, "ab", begin, str(tmp_path)):
         for found in of_rank:
             equal(found, arrays(model(layers=MORE).state_dict()))
 
 
-@pytest.mark.parametrize(("machines", "names"), [("ab", ["writes_weights", "follows"])], ids=["ab"])
-def test_what_is_written_is_written_to_the_disk_of_each_machine(
-    machines: int | str, names: list[str], tmp_path: Path
-) -> None:
-    for of_rank in run_ranks(2, on_machines, machines, test_disk.write, str(tmp_path), names, MORE):
+def test_what_is_written_is_written_to_the_disk_of_each_machine(tmp_path: Path) -> None:
+    names = ["writes_weights", "follows"]
+    for of_rank in run_ranks(2, on_machines, "ab", test_disk.write, str(tmp_path), names, MORE):
         for name, ((losses, weights), (losses_of_disk, weights_of_disk)) in of_rank.items():
             assert losses_of_disk == losses, name
             equal(weights, weights_of_disk)
@@ -267,13 +264,10 @@ def ends(rank: int, folder: str, name: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("machines", ["by letters"])
 @pytest.mark.parametrize("name", TOLD)
-def test_all_are_told_which_machine_has_no_disk_any_more(
-    name: str, machines: int | str, tmp_path: Path
-) -> None:
+def test_all_are_told_which_machine_has_no_disk_any_more(name: str, tmp_path: Path) -> None:
     _, size, others, mine = TOLD[name]
-    letters = machines if isinstance(machines, int) else "a" * (size // 2) + "b" * (size // 2)
+    letters = "a" * (size // 2) + "b" * (size // 2)
     for rank, told in enumerate(run_ranks(size, on_machines, letters, ends, str(tmp_path), name)):
         assert re.match(mine if rank == size // 2 else others, told), told
         assert "\n" not in told

@@ -51,10 +51,10 @@ class RunRanks:
         """`streamer.wrap`'s ``process_group``."""
         return None if self.size == 1 else dist.group.WORLD
 
-    def meet(self, words: str, brought: T) -> list[T]:
-        """What each rank has ``brought`` to the exchange that ``words`` tell of; all ranks come to it.
+    def meet(self, words: str, value: T) -> list[T]:
+        """The ``value`` of each rank; ``words`` say what for. All ranks call it.
         However long another one takes, for instance to write files, it is waited for while it lives."""
-        return self._ranks.exchange(words, brought, patient=True)
+        return self._ranks.exchange(words, value, patient=True)
 
     @contextmanager
     def progress_of_first(self) -> Iterator[None]:
