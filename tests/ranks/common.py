@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -94,8 +95,11 @@ def _fork(imports: Sequence[str], given: Sequence[Any]) -> None:
     """Be the process that all ranks are forked of."""
     os.setpgid(0, 0)
     torch.set_num_threads(1)
+    gc.disable()
     for name in imports:
         importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
     ranks = []
     for rank, each in enumerate(given):
         ranks.append(os.fork())
@@ -120,6 +124,8 @@ def _run(
     args: Any,
 ) -> None:
     torch.set_num_threads(1)
+    # it ends soon
+    gc.disable()
     # what PyTorch is about to drop
     warnings.filterwarnings("error", category=FutureWarning, module=r"torch\.distributed")
     failed, answer = None, None
