@@ -171,6 +171,44 @@ def differing(found: Any, expected: Any) -> list[str]:
 Case = tuple[int, dict[str, Any], dict[str, Any]]
 
 
+BF16 = {"dtype": torch.bfloat16}
+BACKWARD = {"update": "backward"}
+
+#: What one process computes to the bit. Of clipping, none and updates in backward, of the two policies, two
+#: dtypes, frozen parts or none and micro-batches or none, each pair is in one of these cases.
+CASES: dict[str, Case] = {
+    "scaler": (1, {}, {"scaled": True}),
+    "keep, frozen in bf16": (
+        1,
+        {**BF16, "activations": "keep", "num_slots": 3, "micro_batch_size": 2},
+        {"frozen": True, "state_dtype": torch.bfloat16},
+    ),
+    "keep, micro-batches": (
+        1,
+        {"activations": "keep", "num_slots": 3, "micro_batch_size": 2},
+        {"clip": None},
+    ),
+    "offloaded, 8-bit moments": (
+        1,
+        {**BF16, "activations": "recompute+offload", "num_slots": 1},
+        {"clip": None, "frozen": True, "state_dtype": "int8"},
+    ),
+}
+#: One process cannot add the parts up: it has them as one batch.
+IN_BACKWARD: dict[str, Case] = {
+    "in backward, frozen": (1, {**BACKWARD, "micro_batch_size": 2}, {"clip": None, "frozen": True}),
+    "in backward, 8-bit moments": (
+        1,
+        {**BACKWARD, **BF16, "activations": "keep"},
+        {"clip": None, "state_dtype": "int8"},
+    ),
+}
+#: Several backwards are added up in another order than one process's.
+SEVERAL: dict[str, Case] = {
+    "several, frozen": (2, {"activations": "keep", "num_slots": 3}, {"scaled": True, "frozen": True}),
+    "several in bf16": (2, BF16, {}),
+}
+
 #: One slot, so that every visit fetches its layer.
 CASE_OF_RACES: Case = (1, {"num_slots": 1}, {"clip": None})
 

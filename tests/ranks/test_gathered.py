@@ -5,80 +5,28 @@ when each copies whole layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import streamer
-from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.handle import wrapped
-from streamer.engine.paging.across_ranks import AcrossRanks
 from streamer.engine.schedule.op import OpKind
 from streamer.errors import RanksError
 from streamer.store.layout import ALIGN_BYTES
-from tests.ranks import test_disk
 from tests.ranks.common import run_ranks
 from tests.ranks.programs import (
+    BF16,
     Arrays,
-    Case,
     arrays,
     backward,
-    differing,
     equal,
     everyone,
     model,
     part,
-    random_delays,
-    run,
 )
-from tests.ranks.test_equal import BF16
-
-CASES: dict[str, Case] = {
-    "plain": (1, {}, {}),
-    "one slot": (1, {"num_slots": 1}, {"clip": None}),
-    "keep": (1, {"activations": "keep", "num_slots": 3}, {}),
-    "frozen parts": (1, BF16, {"frozen": True}),
-    "scaler": (1, {"dtype": torch.float16}, {"scaled": True}),
-    "several in bf16": (2, BF16, {}),
-    "in backward": (1, {"update": "backward", **BF16}, {"clip": None, "state_dtype": "int8"}),
-}
-#: How many ranks, the machines that they are on, and what they are tried with.
-GROUPS: dict[str, tuple[int, int | str | None, list[str]]] = {
-    "two": (2, None, [*CASES]),
-    "three": (3, None, ["plain"]),
-    "two machines that divide the state": (4, "aabb", ["several in bf16", "in backward"]),
-}
-
-
-def train(rank: int, size: int, names: list[str], machines: int | str | None) -> dict[str, list[Any]]:
-    """By case, what training leads to without gathering and with it."""
-    group = everyone(machines)
-    found = {}
-    for name in names:
-        backwards, options, more = CASES[name]
-        parts = [[size * number + rank] for number in range(backwards)]
-        given = {**options, "process_group": group}
-        found[name] = [
-            run(parts, {**given, "gather_weights": gathers}, divisor=backwards, **more)
-            for gathers in (False, True)
-        ]
-    return found
-
-
-# all cases of a group in one test: their ranks run once, and tests of several processes would each run them
-@pytest.mark.parametrize("group", GROUPS)
-def test_weights_that_are_gathered_train_to_the_bit(group: str) -> None:
-    size, machines, names = GROUPS[group]
-    for of_rank in run_ranks(size, train, size, names, machines):
-        for name, (copied, gathered) in of_rank.items():
-            assert gathered[0] == copied[0], name
-            assert copied[2] and not differing(gathered, copied), name
 
 
 def copies(rank: int) -> tuple[list[tuple[int, str, int]], list[int]]:
@@ -104,8 +52,8 @@ def copies(rank: int) -> tuple[list[tuple[int, str, int]], list[int]]:
     return found, [unit.layout.nbytes for unit in executor.units]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_each_rank_copies_a_part_and_sends_it_to_the_others(size: int) -> None:
+def test_each_rank_copies_a_part_and_sends_it_to_the_others() -> None:
+    size = 2
     for found, nbytes in run_ranks(size, copies):
         copied = [(unit, moved) for unit, kind, moved in found if kind == "UNSHARD"]
         sent = [(unit, moved) for unit, kind, moved in found if kind == "ALL_GATHER"]
@@ -117,37 +65,6 @@ def test_each_rank_copies_a_part_and_sends_it_to_the_others(size: int) -> None:
         # in a ring, all parts but one are passed on
         for unit, moved in sent:
             assert -size * ALIGN_BYTES < moved - nbytes[unit] * (size - 1) / size <= 0
-
-
-def train_late(rank: int, seed: int) -> tuple[Any, Any]:
-    """Train with slots that are poisoned, each lane late by other times on each rank; and without delays."""
-    return train_with(rank, random_delays(rank, seed)), train_with(rank, {})
-
-
-def train_with(rank: int, delays: Mapping[Lane, Any], *, gathers: bool = True) -> Any:
-    backend = ThreadBackend(delays=delays, poison=True)
-    given = {"num_slots": 2, "process_group": everyone(), "backend": backend, "gather_weights": gathers}
-    return run([[rank]], given, divisor=1, clip=None)
-
-
-def test_ranks_that_are_late_compute_the_same() -> None:
-    for late, in_time in run_ranks(2, train_late, 0):
-        assert not differing(late, in_time)
-
-
-def train_without(rank: int) -> tuple[Any, Any]:
-    """Train where nobody gathers, which leaves what a slot held before; and where all do."""
-    expected = train_with(rank, {}, gathers=False)
-    AcrossRanks.all_gather = lambda *_: None  # type: ignore[method-assign]
-    try:
-        return train_with(rank, {}), expected
-    except (RuntimeError, ValueError):
-        return None, expected
-
-
-def test_without_the_others_parts_they_do_not() -> None:
-    for found, expected in run_ranks(2, train_without):
-        assert found is None or differing(found, expected)
 
 
 def with_holder(rank: int) -> tuple[Arrays, Arrays]:
@@ -244,14 +161,18 @@ def test_what_is_written_between_steps_runs() -> None:
         equal(gathered, copied)
 
 
-def looking(rank: int, num_slots: int) -> list[Arrays]:
-    """The first rank alone runs forwards without gradients, between steps and inside of them; or nobody."""
-    return [train_looking(rank, num_slots, looks=looks) for looks in (False, rank == 0)]
+def looking(rank: int) -> list[Arrays]:
+    """Nobody runs forwards without gradients between steps and inside of them; or the first rank alone does,
+    where layers pass through one slot, and where some stay in theirs."""
+    return [
+        train_looking(rank, num_slots, looks=looks and rank == 0)
+        for num_slots, looks in ((2, False), (1, True), (2, True))
+    ]
 
 
 def train_looking(rank: int, num_slots: int, *, looks: bool) -> Arrays:
     made = streamer.wrap(
-        model(layers=4),
+        model(),
         layers="layers",
         num_slots=num_slots,
         process_group=everyone(),
@@ -285,10 +206,10 @@ def train_looking(rank: int, num_slots: int, *, looks: bool) -> Arrays:
     return arrays(streamer.unwrap(made).state_dict())
 
 
-@pytest.mark.parametrize("num_slots", [1, 3])
-def test_one_rank_alone_may_look(num_slots: int) -> None:
-    for without, with_it in run_ranks(2, looking, num_slots, timeout=10.0):
-        equal(with_it, without)
+def test_one_rank_alone_may_look() -> None:
+    for without, *with_it in run_ranks(2, looking, timeout=10.0):
+        for found in with_it:
+            equal(found, without)
 
 
 def going_forward(rank: int) -> str:
@@ -341,19 +262,3 @@ def test_ranks_have_as_many_slots_as_the_one_with_least_room() -> None:
     assert slots == slots_there
     assert slots[1] > slots[2] >= 2
     equal(state, state_there)
-
-
-def on_disk(rank: int, folder: str) -> list[Any]:
-    """Weights on disk that are gathered, and that each rank copies whole."""
-    test_disk.on_disk.CHUNK_ELEMENTS = test_disk.CHUNK
-    ends = []
-    for gathers, options in product((False, True), (BF16, {"update": "backward", "num_slots": 3})):
-        given = test_disk.in_group(folder, {**options, "gather_weights": gathers})
-        ends.append(run([[rank]], given, divisor=1, clip=None, layers=test_disk.ALL))
-    return ends
-
-
-def test_weights_on_disk_are_gathered_too(tmp_path: Path) -> None:
-    for in_step, in_backward, *gathered in run_ranks(2, on_disk, str(tmp_path)):
-        for found, expected in zip(gathered, (in_step, in_backward), strict=True):
-            assert expected[2] and not differing(found, expected)

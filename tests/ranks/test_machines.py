@@ -7,8 +7,8 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,105 +24,88 @@ from streamer.engine.handle import wrapped
 from streamer.errors import RanksError
 from streamer.model import move_in
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Arrays, Case, arrays, backward, equal, everyone, model, train, train_alone
-from tests.ranks.test_equal import CASES, IN_BACKWARD, SEVERAL, close
+from tests.ranks.programs import Arrays, Case, arrays, backward, equal, everyone, model, train
+from tests.ranks.test_equal import (
+    ALL,
+    agree_and_have_the_gradient_of_one_process,
+    equal_one_process,
+    gathered,
+    naming,
+)
 
-ALL: dict[str, Case] = {**CASES, **SEVERAL, **IN_BACKWARD}
 #: Machines, the ranks of each, and what they are tried with. What a layer does on its rank's device is as in
-#: a group, and so is a step without clipping, as in backward. One machine does what a group of its ranks
-#: does; both ways meet in 2x2, where what each does alone has been tried.
+#: a group. One machine does what a group of its ranks does; both ways come together in 2x2, where what each
+#: does alone has been tried.
 MESHES = {
-    "2x1": (
-        2,
-        1,
-        ["frozen parts", "scaler", "several in bf16", "in backward"],
-    ),
-    "2x2": (2, 2, ["8-bit moments", "in backward, bf16"]),
+    "2x1": (2, 1, ["scaler", "several in bf16", "in backward, frozen"]),
+    "2x2": (2, 2, ["keep, frozen in bf16", "in backward, 8-bit moments"]),
 }
-#: A mesh, where as many ranks of a group are whose machines divide the state, and what is trained by both.
-DIVIDED = {
-    "2x1": ("ab", ["scaler", "frozen parts", "in backward"]),
-    "2x2": ("aabb", ["8-bit moments", "in backward, bf16"]),
-}
+#: As many ranks of a group whose machines divide the state.
+DIVIDED = {"2x1": "ab", "2x2": "aabb"}
 
 
 # all cases in one test: their ranks run once, and tests of several processes would each run them again
 @pytest.mark.parametrize("mesh", MESHES)
 def test_ranks_of_a_mesh_equal_one_process(mesh: str) -> None:
     machines, here, names = MESHES[mesh]
-    found = run_ranks(machines * here, train, machines * here, {name: ALL[name] for name in names}, machines)
+    cases = {name: ALL[name] for name in names}
+    found = run_ranks(machines * here, train, machines * here, cases, machines)
     for name in names:
         of_ranks = [of_rank[name] for of_rank in found]
-        with naming(name):
-            have_its_gradient_and_norm(of_ranks, name)
-            if mesh != "2x2" and name not in SEVERAL:
-                equal_to_the_bit(of_ranks, name)
-    if mesh in DIVIDED:
-        train_as_replicas_do(found, *DIVIDED[mesh])
+        if mesh == "2x1":
+            equal_one_process(found, name)
+        else:
+            with naming(name):
+                agree_and_have_the_gradient_of_one_process(of_ranks, name)
+    if here > 1:  # these ranks gather weights too
+        first, *others = names
+        cases = gathered([first]) | {name: ALL[name] for name in others}
+    train_as_replicas_do(found, DIVIDED[mesh], cases)
 
 
-@contextmanager
-def naming(name: str) -> Iterator[None]:
-    try:
-        yield
-    except AssertionError as error:
-        raise AssertionError(f"in the case '{name}'") from error
+def of_first(rank: int, forms: Mapping[int | str, torch.dtype | None]) -> list[Arrays]:
+    """By machines and dtype, the weights and the buffer of a model that has other values on each rank."""
+    found = []
+    for machines, dtype in forms.items():
+        other = model()
+        with torch.no_grad():
+            for value in (*other.parameters(), other.scale):
+                value.add_(rank)
+        streamed = streamer.wrap(
+            other, layers="layers", device="cpu", process_group=everyone(machines), dtype=dtype
+        )
+        found.append(arrays(streamer.unwrap(streamed).state_dict()))
+    return found
 
 
-def equal_to_the_bit(found: list[Any], name: str) -> None:
-    backwards, options, more = ALL[name]
-    # one process adds two gradients up in their own dtype, rounding once as the mean of two is rounded
-    alone = {key: value for key, value in options.items() if key != "update"}
-    if "dtype" in alone:
-        alone["grad_dtype"] = None
-    norms = found[0][0]
-    _, gradients, state = train_alone(2, (backwards, alone, more), given_norms=norms)
-    for found_norms, found_gradients, found_state in found:
-        assert found_norms == norms
-        if name not in IN_BACKWARD:
-            equal(found_gradients, gradients)
-        equal(found_state, state)
-
-
-def have_its_gradient_and_norm(found: list[Any], name: str) -> None:
-    backwards, options, more = ALL[name]
-    alone = {key: value for key, value in options.items() if key != "update"}
-    norms, gradients, _ = train_alone(len(found), (backwards, alone, more), steps=1)
-    first, *others = found
-    # the mean over ranks is rounded to bf16, of which one process has fp32 sums
-    rounding = 2**-8 if "dtype" in options else 0.0
-    if norms:
-        assert first[0][0] == pytest.approx(norms[0], rel=1e-6 + rounding)
-    if name not in IN_BACKWARD:
-        close(first[1], gradients, 1e-6 + rounding)
-    # and every rank of every machine has the same, to the bit, after every step
-    for found_norms, found_gradients, found_state in others:
-        assert found_norms == first[0]
-        equal(found_gradients, first[1])
-        equal(found_state, first[2])
-
-
-def of_first(rank: int, machines: int | str, kind: str) -> Arrays:
-    """The weights and the buffer of a model that has other values on each rank."""
-    made = model()
-    with torch.no_grad():
-        for value in (*made.parameters(), made.scale):
-            value.add_(rank)
-    options = {"dtype": torch.bfloat16} if kind == "bf16" else {}
-    made = streamer.wrap(made, layers="layers", device="cpu", process_group=everyone(machines), **options)
-    return arrays(streamer.unwrap(made).state_dict())
-
-
-@pytest.mark.parametrize("kind", ["fp32", "bf16"])
-@pytest.mark.parametrize(("size", "machines"), [(2, 2), (4, 2), (3, 3), (3, "abc")])
+@pytest.mark.parametrize(
+    ("size", "forms"), [(4, {2: None, "aabb": torch.bfloat16}), (3, {3: torch.bfloat16, "abc": None})]
+)
 def test_all_machines_begin_with_the_values_of_the_first_rank(
-    size: int, machines: int | str, kind: str
+    size: int, forms: dict[int | str, torch.dtype | None]
 ) -> None:
-    for found_state in run_ranks(size, of_first, machines, kind):
-        equal(found_state, arrays(model().state_dict()))
+    expected = arrays(model().state_dict())
+    for of_rank in run_ranks(size, of_first, forms):
+        assert len(of_rank) == len(forms)
+        for found in of_rank:
+            equal(found, expected)
 
 
-def skipping(rank: int, update: str, machines: int | str | None) -> tuple[Arrays, int]:
+#: Where layers are updated, and the machines that the ranks are on.
+SKIPPING: list[tuple[str, int | str | None]] = [
+    ("step", None),
+    ("backward", None),
+    ("backward", 2),
+    ("step", "ab"),
+    ("backward", "ab"),
+]
+
+
+def skipping(rank: int) -> list[tuple[Arrays, int]]:
+    return [skip(rank, update, machines) for update, machines in SKIPPING]
+
+
+def skip(rank: int, update: str, machines: int | str | None) -> tuple[Arrays, int]:
     """In the second step one element of the last rank's gradient of one layer is not a number."""
     made = streamer.wrap(
         model(), layers="layers", device="cpu", update=update, process_group=everyone(machines)
@@ -153,20 +136,19 @@ def skipping(rank: int, update: str, machines: int | str | None) -> tuple[Arrays
     return arrays({**steps, **streamer.unwrap(made).state_dict()}), skipped
 
 
-@pytest.mark.parametrize(
-    ("update", "size", "machines"),
-    [("step", 2, None), ("backward", 2, None), ("step", 4, 2), ("backward", 4, 2), ("backward", 4, "aabb")],
-)
-def test_ranks_and_machines_skip_a_step_together(update: str, size: int, machines: int | str | None) -> None:
-    (first, skipped), *others = run_ranks(size, skipping, update, machines)
-    assert skipped == 1
-    # where layers are updated in backward, the others are not held back
-    expected = {0: 2, 1: 2, 2: 2} if update == "step" else {1: 2, 2: 3}
-    assert {layer: first[f"layers.{layer}.down.weight step"] for layer in expected} == expected
-    assert all(np.isfinite(value).all() for value in first.values())
-    for state, skipped_there in others:
-        assert skipped_there == 1
-        equal(state, first)
+# in one test: their ranks run once
+def test_ranks_and_machines_skip_a_step_together() -> None:
+    for (update, machines), *by_rank in zip(SKIPPING, *run_ranks(2, skipping), strict=True):
+        with naming(f"{update} on {machines}"):
+            (first, skipped), *others = by_rank
+            assert skipped == 1
+            # where layers are updated in backward, the others are not held back
+            expected = {0: 2, 1: 2, 2: 2} if update == "step" else {1: 2, 2: 3}
+            assert {layer: first[f"layers.{layer}.down.weight step"] for layer in expected} == expected
+            assert all(np.isfinite(value).all() for value in first.values())
+            for state, skipped_there in others:
+                assert skipped_there == 1
+                equal(state, first)
 
 
 def by_group() -> Any:
@@ -188,54 +170,55 @@ def by_deep_mesh() -> Any:
     return made
 
 
-def placed(rank: int, machines: Sequence[str], make: Callable[[], Any]) -> Any:
-    """On machines of these names: the number of this rank's, which of its ranks it is and how many they are;
-    or why ``process_group=make()`` is refused."""
-    ranks.machine_name = lambda: machines[rank]
-    try:
-        found = ranks.Ranks(make(), torch.device("cpu"))
-    except ValueError as error:
-        return str(error)
-    return found.machine, found.local_rank, found.local_size
+BY_LETTER = {
+    "aabb": [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)],
+    "abab": [(0, 0, 2), (1, 0, 2), (0, 1, 2), (1, 1, 2)],
+    "abcd": [(0, 0, 1), (1, 0, 1), (2, 0, 1), (3, 0, 1)],
+}
+#: Names of machines, what is taken for ``process_group``, and the number of each rank's machine, which of its
+#: ranks it is and how many they are; or why it is refused.
+PLACES: list[tuple[str, Callable[[], Any], list[tuple[int, int, int]] | str]] = [
+    *[(letters, make, where) for make in (by_group, by_flat_mesh) for letters, where in BY_LETTER.items()],
+    # rows of a mesh are machines wherever they are
+    ("aaaa", by_mesh, BY_LETTER["aabb"]),
+    ("aaab", by_group, "are on 2 machines, 1 on one and 3 on another: start as many on each"),
+    ("abab", by_mesh, "ranks 0, 1 are a row of the mesh and on 2 machines, which share no memory"),
+    ("aaaa", by_deep_mesh, "is a mesh of 3 dimensions, where streamer has two"),
+]
 
 
-@pytest.mark.parametrize("make", [by_group, by_flat_mesh])
-def test_a_group_of_several_machines_is_their_mesh(make: Callable[[], Any]) -> None:
-    assert run_ranks(4, placed, "aabb", make) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
-    assert run_ranks(4, placed, "abab", make) == [(0, 0, 2), (1, 0, 2), (0, 1, 2), (1, 1, 2)]
-    assert run_ranks(4, placed, "abcd", make) == [(0, 0, 1), (1, 0, 1), (2, 0, 1), (3, 0, 1)]
+def placed(rank: int) -> list[Any]:
+    """By case of `PLACES`, where a rank is, or the error."""
+    answers: list[Any] = []
+    for machines, make, _ in PLACES:
+        ranks.machine_name = partial(machines.__getitem__, rank)
+        try:
+            found = ranks.Ranks(make(), torch.device("cpu"))
+        except ValueError as error:
+            answers.append(str(error))
+        else:
+            answers.append((found.machine, found.local_rank, found.local_size))
+    return answers
 
 
-def test_rows_of_a_mesh_are_machines_wherever_they_are() -> None:
-    assert run_ranks(4, placed, "aaaa", by_mesh) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+# in one test: their ranks run once
+def test_a_group_of_several_machines_is_their_mesh_or_refused() -> None:
+    for (machines, make, expected), *answers in zip(PLACES, *run_ranks(4, placed), strict=True):
+        with naming(f"{make.__name__} on {machines}"):
+            if isinstance(expected, str):
+                assert len({*answers}) == 1
+                assert expected in answers[0]
+                assert 'process_group=init_device_mesh("cuda", (machines, ranks_per_machine))' in answers[0]
+                assert "\n" not in answers[0]
+            else:
+                assert answers == expected
 
 
-@pytest.mark.parametrize(
-    ("machines", "make", "error"),
-    [
-        ("aaab", by_group, "are on 2 machines, 1 on one and 3 on another: start as many on each"),
-        ("abab", by_mesh, "ranks 0, 1 are a row of the mesh and on 2 machines, which share no memory"),
-        ("aaaa", by_deep_mesh, "is a mesh of 3 dimensions, where streamer has two"),
-    ],
-)
-def test_ranks_that_share_no_memory_are_refused(machines: str, make: Callable[[], Any], error: str) -> None:
-    answers = run_ranks(4, placed, machines, make)
-    assert len({*answers}) == 1
-    assert error in answers[0]
-    assert 'process_group=init_device_mesh("cuda", (machines, ranks_per_machine))' in answers[0]
-    assert "\n" not in answers[0]
-
-
-FP16: Case = (1, {"dtype": torch.float16}, {"scaled": True})
-
-
-def divide(rank: int, machines: str, names: Sequence[str]) -> tuple[dict[str, Any], list[Any], Any]:
+def divide(rank: int, machines: str, cases: Mapping[str, Case]) -> tuple[dict[str, Any], Any]:
     """Train by a group, whose machines divide the state, and look at what they show of it."""
-    size = len(machines)
-    trained = train(rank, size, {name: ALL[name] for name in names}, machines)
-    forms: tuple[int | str, ...] = (machines, 2) if size == 2 else ()
-    fp16 = [train(rank, size, {"fp16": FP16}, form)["fp16"] for form in forms]
-    return trained, fp16, look(rank, machines)
+    # its state reads the same however many ranks a machine has
+    looked = look(rank, machines) if len(machines) == 2 else None
+    return train(rank, len(machines), cases, machines), looked
 
 
 def look(rank: int, machines: str) -> dict[str, Any]:
@@ -272,20 +255,19 @@ def look(rank: int, machines: str) -> dict[str, Any]:
     return found
 
 
-def train_as_replicas_do(replicas: list[dict[str, Any]], machines: str, names: Sequence[str]) -> None:
+def train_as_replicas_do(replicas: list[dict[str, Any]], machines: str, cases: Mapping[str, Case]) -> None:
     looks = []
-    for (trained, fp16, looked), of_mesh in zip(
-        run_ranks(len(machines), divide, machines, names), replicas, strict=True
+    for (trained, looked), of_mesh in zip(
+        run_ranks(len(machines), divide, machines, cases), replicas, strict=True
     ):
-        for name in names:
-            with naming(name):
-                assert trained[name][0] == of_mesh[name][0]
-                equal(trained[name][1], of_mesh[name][1])
-                equal(trained[name][2], of_mesh[name][2])
-        for divided, replicated in zip(fp16[:1], fp16[1:], strict=True):
-            equal(divided[1], replicated[1])
-            equal(divided[2], replicated[2])
-        looks.append(looked)
+        for name in cases:
+            with naming(f"{name} on {machines}"):
+                norms, gradients, state = of_mesh[name.removesuffix(", gathered")]
+                assert trained[name][0] == norms
+                equal(trained[name][1], gradients)
+                equal(trained[name][2], state)
+        if looked is not None:
+            looks.append(looked)
     for looked in looks:
         assert looked["ops"] == ["1STEP", "1GATHER", "1AGREE"]
         assert (looked["assigned"] == 3.0).all()
@@ -300,14 +282,14 @@ def train_as_replicas_do(replicas: list[dict[str, Any]], machines: str, names: S
 def waits(rank: int) -> list[int]:
     made = streamer.wrap(model(), layers="layers", device="cpu", process_group=everyone(2))
     if not rank:
-        time.sleep(6)
+        time.sleep(4)
     found = wrapped(made).executor.ranks.exchange("the end of a long write", rank, patient=True)
     streamer.unwrap(made)
     return found
 
 
 def test_a_machine_that_writes_for_longer_than_the_timeout_is_waited_for() -> None:
-    assert run_ranks(2, waits, timeout=4.0) == [[0, 1], [0, 1]]
+    assert run_ranks(2, waits, timeout=3.0) == [[0, 1], [0, 1]]
 
 
 def reads_alone(rank: int) -> str:
