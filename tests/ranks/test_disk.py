@@ -23,23 +23,29 @@ from streamer.store import on_disk
 from tests.on_disk import least_of
 from tests.ranks import test_writes
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Case, arrays, backward, differing, equal, everyone, model, noting_disk, run
+from tests.ranks.programs import (
+    BACKWARD,
+    BF16,
+    Case,
+    arrays,
+    backward,
+    differing,
+    equal,
+    everyone,
+    model,
+    noting_disk,
+    run,
+)
+from tests.ranks.test_writes import Ends
 
 #: Elements of a chunk: no fewer draw the random bits of the whole. A layer of `programs.Model` has five.
 CHUNK = 1 << 14
-BF16 = {"dtype": torch.bfloat16}
-BACKWARD = {"update": "backward"}
-
+#: Each tries several options at once.
 CASES: dict[str, Case] = {
-    "fp32": (1, {}, {}),
-    "keep": (1, {"activations": "keep", "num_slots": 3}, {}),
-    "frozen parts": (1, BF16, {"frozen": True}),
+    "keep, frozen parts": (1, {"activations": "keep", "num_slots": 3}, {"frozen": True}),
     "scaler": (1, {"dtype": torch.float16}, {"scaled": True}),
-    "bf16 moments": (1, BF16, {"state_dtype": torch.bfloat16}),
-    "8-bit moments": (1, BF16, {"state_dtype": "int8"}),
-    "several backwards": (2, {}, {}),
     "several in bf16": (2, BF16, {}),
-    "in backward": (1, BACKWARD, {"clip": None}),
+    "in backward": (1, {**BACKWARD, **BF16}, {"clip": None, "state_dtype": torch.bfloat16}),
     "in backward, keep": (1, {**BACKWARD, **BF16, "activations": "keep"}, {"clip": None}),
     "in backward, 8-bit moments": (1, {**BACKWARD, **BF16}, {"clip": None, "state_dtype": "int8"}),
 }
@@ -50,14 +56,13 @@ ALL, STATE, MOST = 7, 3, 9
 #: Cases by that number. In some weights are on disk too: each has a way of its own to or from them. Of one
 #: slot, lanes are late below.
 CASES_OF = {
-    ALL: ("keep", "frozen parts", "several in bf16", "in backward, 8-bit moments"),
-    STATE: ("scaler", "bf16 moments", "several in bf16", "in backward"),
+    ALL: ("keep, frozen parts", "several in bf16", "in backward, 8-bit moments"),
+    STATE: ("scaler", "in backward"),
 }
+#: Cases whose ranks, with weights on disk, gather them too.
+GATHERED = ("keep, frozen parts",)
 #: What sums of several gradients take besides. Moments have the room first, and go to disk then.
-SUMS = {
-    ("several in bf16", ALL): 4_300_000,
-    ("several in bf16", STATE): 1_900_000,
-}
+SUMS = {"several in bf16": 4_300_000}
 
 
 def disks(folder: str, **options: Any) -> Disks:
@@ -99,23 +104,28 @@ def in_group(
 
 
 def train(rank: int, folder: str, layers: int) -> dict[str, Any]:
-    """By case, what training leads to without a disk, and with one; what was on disk in the end."""
+    """By case, what training leads to without a disk, with one and, in some, with one and weights that are
+    gathered; what was on disk in the end."""
     on_disk.CHUNK_ELEMENTS = CHUNK
     found = {}
-    for number, name in enumerate(CASES_OF[layers]):
+    for name in CASES_OF[layers]:
         backwards, options, given = CASES[name]
-        if layers == ALL and name != "several in bf16":
-            # a chunk that is as large as a layer is cut at the shares alone
-            on_disk.CHUNK_ELEMENTS = CHUNK << (3 * (number % 2))
+        # a chunk that is as large as a layer is cut at the shares alone
+        on_disk.CHUNK_ELEMENTS = CHUNK << (3 * ("8-bit" in name))
         ends = []
-        for where in (None, folder):
+        of_gathered = [(folder, {"gather_weights": True})] if name in GATHERED else []
+        for where, more in [(None, {}), (folder, {}), *of_gathered]:
             many = MOST if given.get("state_dtype") == "int8" else layers
             shape = {"layers": many, "frozen": given.get("frozen", False)}
-            among = in_group(where, options, **shape, more=SUMS.get((name, layers), 0))
+            among = in_group(where, options | more, **shape, more=SUMS.get(name, 0))
             parts = [[2 * number + rank] for number in range(backwards)]
             with noting_disk() as there:
                 ends.append(run(parts, among, divisor=backwards, **given | shape))
-        found[name] = *ends, there[-1]
+            if where:
+                assert "exp_avg" in there[-1], name
+                if name not in SUMS:
+                    assert ("weights" in there[-1]) == (layers == ALL), name
+        found[name] = ends
     return found
 
 
@@ -125,13 +135,12 @@ def test_what_is_on_disk_changes_nothing(layers: int, tmp_path: Path) -> None:
     answers = run_ranks(2, train, str(tmp_path), layers)
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
     for name, of_rank in product(CASES_OF[layers], answers):
-        in_memory, (norms, gradients, state), there = of_rank[name]
-        assert "exp_avg" in there, name
-        if (name, layers) not in SUMS:
-            assert ("weights" in there) == (layers == ALL), name
-        assert norms == in_memory[0], name
-        equal(gradients, in_memory[1])
-        equal(state, in_memory[2])
+        in_memory, *on_disks = of_rank[name]
+        assert len(on_disks) == 1 + (name in GATHERED)
+        for norms, gradients, state in on_disks:
+            assert norms == in_memory[0], name
+            equal(gradients, in_memory[1])
+            equal(state, in_memory[2])
 
 
 def train_late(rank: int, folder: str, delays: dict[Lane, float], agrees: bool) -> Any:
@@ -156,21 +165,21 @@ def train_late(rank: int, folder: str, delays: dict[Lane, float], agrees: bool) 
         return None
 
 
-@pytest.mark.parametrize("lane", [Lane.DISK_WRITE, Lane.COLLECTIVE])
-def test_ranks_whose_lanes_are_late_compute_the_same(lane: Lane, tmp_path: Path) -> None:
-    one, other = run_ranks(2, train_late_on_one, str(tmp_path), lane, True)
+def test_ranks_whose_lanes_are_late_compute_the_same(tmp_path: Path) -> None:
+    lanes = (Lane.DISK_WRITE, Lane.COLLECTIVE)
+    one, other = run_ranks(2, train_late_on_one, str(tmp_path), lanes, True)
     expected, _ = reference()
     assert not differing(one, expected)
     assert not differing(other, expected)
 
 
 def test_without_waiting_for_what_others_write_they_do_not(tmp_path: Path) -> None:
-    answers = run_ranks(2, train_late_on_one, str(tmp_path), Lane.DISK_WRITE, False, timeout=10.0)
+    answers = run_ranks(2, train_late_on_one, str(tmp_path), (Lane.DISK_WRITE,), False, timeout=10.0)
     assert any(found is None or differing(found, reference()[0]) for found in answers)
 
 
-def train_late_on_one(rank: int, folder: str, lane: Lane, agrees: bool) -> Any:
-    return train_late(rank, folder, {lane: 0.01} if rank else {}, agrees)
+def train_late_on_one(rank: int, folder: str, lanes: tuple[Lane, ...], agrees: bool) -> Any:
+    return train_late(rank, folder, dict.fromkeys(lanes, 0.01) if rank else {}, agrees)
 
 
 def train_in_memory(rank: int) -> Any:
@@ -183,27 +192,24 @@ def reference() -> list[Any]:
     return run_ranks(2, train_in_memory)
 
 
-def write(rank: int, folder: str, names: list[str], layers: int = ALL) -> dict[str, Any]:
-    """By the name of what writes, what that leads to in host memory and on disk."""
+def write(
+    rank: int, folder: str, writes: list[str], options: dict[str, Any], layers: int = ALL
+) -> tuple[Ends, Ends]:
+    """What writing leads to in host memory and on disk."""
     on_disk.CHUNK_ELEMENTS = CHUNK
-    found = {}
-    for number, name in enumerate(names):
-        options: dict[str, Any] = {} if number % 2 else BF16
-        given = in_group(folder, options, layers=layers)
-        found[name] = (
-            test_writes.train([rank], name, layers=layers, **options, process_group=world()),
-            test_writes.train([rank], name, layers=layers, **given),
-        )
-    return found
+    given = in_group(folder, options, layers=layers)
+    return (
+        test_writes.train([rank], writes, layers=layers, **options, process_group=world()),
+        test_writes.train([rank], writes, layers=layers, **given),
+    )
 
 
 def test_what_ranks_write_is_what_runs(tmp_path: Path) -> None:
-    # each way to write; what is on disk shows copies of moments, which cannot be written in place
-    names = ["scales", "unscales", "writes_weights", "follows"]
-    for of_rank in run_ranks(2, write, str(tmp_path), names):
-        for name, ((losses, weights), (losses_of_disk, weights_of_disk)) in of_rank.items():
-            assert losses_of_disk == losses, name
-            equal(weights, weights_of_disk)
+    # moments on disk can only be read, in copies
+    writes = ["unscales", "follows"]
+    for in_memory, there in run_ranks(2, write, str(tmp_path), writes, BF16):
+        assert in_memory[0] == there[0]
+        equal(in_memory[1], there[1])
 
 
 def look(rank: int, folder: str) -> list[Any]:

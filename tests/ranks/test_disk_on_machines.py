@@ -25,20 +25,16 @@ from tests.ranks import test_disk_use as use
 from tests.ranks.common import run_ranks
 from tests.ranks.programs import Arrays, arrays, backward, equal, model, noting_disk, run
 from tests.ranks.test_checkpoint import held
-from tests.ranks.test_disk import ALL, BF16, CASES, CHUNK, MOST, STATE, disks, in_group
+from tests.ranks.test_disk import ALL, BF16, CASES, CHUNK, STATE, disks, in_group
 
 #: How many layers there are, beside `ALL` and `STATE`: so many are more than the rings of one rank take.
 MORE = 4
 #: Machines as `everyone` has them, replicas or such that divide the state, and what is trained on them, with
 #: how many layers: of more than `STATE` the weights are on disk, too.
-MACHINES: dict[str, tuple[int, int | str, dict[str, int]]] = {
-    "two that divide": (
-        2,
-        "ab",
-        {"in backward, keep": MORE, "scaler": STATE},
-    ),
-    "two of two that divide": (4, "aabb", {"8-bit moments": MOST}),
-    "two replicas of two": (4, 2, {"in backward, keep": STATE}),
+MACHINES: dict[str, tuple[int, int | str, str, int]] = {
+    "two that divide": (2, "ab", "in backward, keep", MORE),
+    "two of two that divide": (4, "aabb", "in backward, keep", STATE),
+    "two replicas": (2, 2, "scaler", STATE),
 }
 #: What sums of several gradients take, besides. Moments have the room first, and go to disk then.
 FOR_SUMS = 1_350_000
@@ -52,37 +48,30 @@ def on_machines(rank: int, machines: int | str, work: Callable[..., Any], folder
     return work(rank, str(there), *given)
 
 
-def train(rank: int, folder: str, name: str) -> dict[str, Any]:
-    """By case, what training leads to without a disk, and with one; what was on disk in the end."""
+def train(rank: int, folder: str, name: str) -> tuple[Any, Any, dict[str, int]]:
+    """What training leads to without a disk, and with one; what was on disk in the end."""
     on_disk.CHUNK_ELEMENTS = CHUNK
-    size, _, cases = MACHINES[name]
-    found = {}
-    for case, layers in cases.items():
-        backwards, options, given = CASES[case]
-        ends = []
-        for where in (None, folder):
-            among = in_group(where, options, layers=layers)
-            parts = [[size * number + rank] for number in range(backwards)]
-            with noting_disk() as there:
-                ends.append(run(parts, among, divisor=backwards, layers=layers, **given))
-        found[case] = *ends, there[-1]
-    return found
+    _, _, case, layers = MACHINES[name]
+    _, options, given = CASES[case]
+    ends = []
+    for where in (None, folder):
+        among = in_group(where, options, layers=layers)
+        with noting_disk() as there:
+            ends.append(run([[rank]], among, divisor=1, layers=layers, **given))
+    return ends[0], ends[1], there[-1]
 
 
-# all cases in one test: their ranks run once, and tests of several processes would each run them again
 @pytest.mark.parametrize("name", MACHINES)
 def test_what_is_on_the_disks_of_machines_changes_nothing(name: str, tmp_path: Path) -> None:
-    size, machines, cases = MACHINES[name]
+    size, machines, _, layers = MACHINES[name]
     answers = run_ranks(size, on_machines, machines, train, str(tmp_path), name)
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
-    for case, layers in cases.items():
-        for of_rank in answers:
-            in_memory, (norms, gradients, state), there = of_rank[case]
-            assert "exp_avg" in there, case
-            assert ("weights" in there) == (layers > STATE), case
-            assert norms == in_memory[0], case
-            equal(gradients, in_memory[1])
-            equal(state, in_memory[2])
+    for in_memory, (norms, gradients, state), there in answers:
+        assert "exp_avg" in there
+        assert ("weights" in there) == (layers > STATE)
+        assert norms == in_memory[0]
+        equal(gradients, in_memory[1])
+        equal(state, in_memory[2])
 
 
 def move(rank: int, folder: str) -> list[tuple[list[bool], Arrays]]:
@@ -133,51 +122,35 @@ def test_disks_begin_with_the_values_of_the_first_rank(tmp_path: Path) -> None:
 
 
 def test_what_is_written_is_written_to_the_disk_of_each_machine(tmp_path: Path) -> None:
-    names = ["writes_weights", "follows"]
-    for of_rank in run_ranks(2, on_machines, "ab", test_disk.write, str(tmp_path), names, MORE):
-        for name, ((losses, weights), (losses_of_disk, weights_of_disk)) in of_rank.items():
-            assert losses_of_disk == losses, name
-            equal(weights, weights_of_disk)
+    args = str(tmp_path), ["scales", "writes_weights"], {}, MORE
+    for in_memory, there in run_ranks(2, on_machines, "ab", test_disk.write, *args):
+        assert in_memory[0] == there[0]
+        equal(in_memory[1], there[1])
 
 
-def adapters(rank: int, folder: str, path: str) -> list[Arrays]:
-    return [use.adapters(rank, path, disk, {}) for disk in (False, True)]
-
-
-def test_a_base_is_read_from_its_files_on_each_machine(tmp_path: Path) -> None:
-    path = str(tmp_path / "base.safetensors")
-    for in_memory, from_files in run_ranks(2, on_machines, "ab", adapters, str(tmp_path), path):
-        equal(from_files, in_memory)
-
-
-def save_and_go_on(rank: int, folder: str, saved: str) -> list[tuple[Arrays, Arrays]]:
-    return [
-        use.go(rank, folder, [1, 2], None, saved, True),
-        use.go(rank, folder, [2], saved, None, True),
-    ]
+def save_and_load(rank: int, folder: str, saved: str) -> tuple[Arrays, Arrays]:
+    """What is saved, and what is there again."""
+    _, whole = use.go(rank, folder, [1], None, saved, True)
+    resumed, _ = use.go(rank, folder, [], saved, None, True)
+    return whole, resumed
 
 
 def test_a_checkpoint_does_not_know_the_disks_of_machines(tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
-    by_rank = run_ranks(2, on_machines, "ab", save_and_go_on, str(tmp_path), saved)
-    (_, whole), (resumed, _) = by_rank[0]
-    for _, end in (end for ends in by_rank for end in ends):
-        equal(end, whole)
-    for before, _ in run_ranks(2, on_machines, 2, use.go, str(tmp_path), [], saved, None, True):
-        equal(before, resumed)
+    by_rank = run_ranks(2, on_machines, "ab", save_and_load, str(tmp_path), saved)
+    for whole, resumed in by_rank:
+        equal(whole, by_rank[0][0])
+        equal(resumed, whole)
     alone, _ = use.go(0, None, [], saved, None, True)
-    equal(alone, resumed)
+    equal(alone, by_rank[0][0])
 
 
 CPU = replace(use.CPU, ranks=1, machines=2)
 
 
-@pytest.mark.parametrize("options", [{}, {"update": "backward", "layers": STATE}], ids=["weights", "state"])
-def test_a_plan_of_machines_is_what_they_have_and_do(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_of_machines_is_what_they_have_and_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_disk, "CHUNK_ELEMENTS", CHUNK)
-    options = {"layers": MORE, **options}
+    options = {"layers": MORE, "update": "backward"}
     answers = run_ranks(2, on_machines, "ab", use.train, str(tmp_path), options)
     budget, at_first, on_host, there, _, ops, nbytes = answers[0]
     made, _, planned_ops, planned_nbytes = use.planned_on(CPU, options, budget, str(tmp_path))
@@ -225,7 +198,7 @@ def has_no_room(rank: int, folder: str) -> None:
 
 
 def write_fails(rank: int, folder: str) -> None:
-    use.faulty(rank, folder, use.of_rank_1(rank, "write", use.fail))
+    use.faulty(rank, folder, use.of_rank_1(rank, "write", use.fail), update="backward")
 
 
 def has_no_folder(rank: int, folder: str) -> None:
