@@ -35,9 +35,13 @@ def wrapped(**options: Any) -> nn.Module:
     return streamer.wrap(model(), **given)
 
 
-def told(rank: int, name: str, machines: int | None) -> str:
-    """The error that a program ends with, none where it ends well."""
+def errors_of(rank: int, names: list[str], machines: int | None) -> list[str]:
+    """The error that each program ends with, none where it ends well."""
     MACHINES[0] = machines
+    return [ends_with(rank, name) for name in names]
+
+
+def ends_with(rank: int, name: str) -> str:
     try:
         PROGRAMS[name](rank)
     except (RuntimeError, ValueError) as error:
@@ -247,24 +251,44 @@ TOLD = {
 }
 
 
+#: Programs that both ranks survive, one after another in the same processes, and the machines of the ranks.
+SURVIVED: list[tuple[list[str], int | None]] = [
+    (["without_group", "writes_at_once", "zeroes_and_scales", "auto", "auto_fails", "outside"], None),
+    (["other_model", "other_options", "wrap_fails", "other_optimizer", "other_rate", "skips_a_layer"], None),
+    (["writes_at_once", "auto", "other_model"], 2),
+]
+#: Programs that end a rank, or leave it where the other one does not come.
+ENDED: list[tuple[str, int | None]] = [
+    ("fails_together", None),
+    ("fails_leading", None),
+    ("more_batches", None),
+    ("save_alone", None),
+    ("fails_beside_a_collective", None),
+    ("sleeps", None),
+    ("raises", None),
+    ("raises", 2),
+]
+
+
+def test_each_program_is_run() -> None:
+    assert {name for names, _ in SURVIVED for name in names} | {name for name, _ in ENDED} == {*PROGRAMS}
+
+
 @pytest.mark.parametrize(
-    ("name", "machines"),
-    [
-        *[(name, None) for name in PROGRAMS],
-        *[(name, 2) for name in ("other_model", "writes_at_once", "auto", "raises")],
-    ],
+    ("names", "machines"), [*SURVIVED, *(([name], machines) for name, machines in ENDED)]
 )
-def test_ranks_are_told_what_is_wrong(name: str, machines: int | None) -> None:
+def test_ranks_are_told_what_is_wrong(names: list[str], machines: int | None) -> None:
     began = time.monotonic()
-    answers = run_ranks(2, told, name, machines, timeout=TIMEOUT, may_end=True)
-    for answer, expected in zip(answers, TOLD[name], strict=True):
-        if expected is None:
-            assert answer is None
-        elif not expected:
-            assert not answer
-        else:
-            assert re.match(expected, answer), answer
-            assert "\n" not in answer
+    answers = run_ranks(2, errors_of, names, machines, timeout=TIMEOUT, may_end=True)
+    for number, name in enumerate(names):
+        for answer, expected in zip(answers, TOLD[name], strict=True):
+            if expected is None:
+                assert answer is None, name
+            elif not expected:
+                assert not answer[number], name
+            else:
+                assert re.match(expected, answer[number]), (name, answer[number])
+                assert "\n" not in answer[number], name
     assert time.monotonic() - began < 30
 
 
@@ -306,12 +330,12 @@ def killed(rank: int, moment: str, folder: str, machines: int | None) -> tuple[s
     return "", memory
 
 
-MOMENTS = ("forward", "backward", "step", "save")
-
-
-@pytest.mark.parametrize(("size", "machines"), [(3, None), (4, 2)])
+@pytest.mark.parametrize(
+    ("size", "machines", "moments"),
+    [(2, None, ("forward", "step")), (3, None, ("backward",)), (4, 2, ("save",))],
+)
 def test_a_rank_that_is_killed_is_named_and_leaves_nothing(
-    size: int, machines: int | None, tmp_path: Path
+    size: int, machines: int | None, moments: tuple[str, ...], tmp_path: Path
 ) -> None:
     began = time.monotonic()
 
@@ -322,7 +346,7 @@ def test_a_rank_that_is_killed_is_named_and_leaves_nothing(
 
     # those who live wait for most of the time
     with ThreadPoolExecutor() as pool:
-        by_moment = dict(zip(MOMENTS, pool.map(kill, MOMENTS), strict=True))
+        by_moment = dict(zip(moments, pool.map(kill, moments), strict=True))
     assert time.monotonic() - began < 30
     memory = set[str]()
     for moment, (*answers, nothing) in by_moment.items():

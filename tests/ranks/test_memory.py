@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from tests.ranks.programs import backward, everyone, model
 BF16 = {"dtype": torch.bfloat16}
 
 
+Measured = tuple[dict[str, int], dict[str, int], int]
+
+
 def shared_bytes() -> int:
     """Of the memory that this process has mapped and shares, what it has been given of it, by its own share
     (proportional set size)."""
@@ -30,9 +34,11 @@ def shared_bytes() -> int:
     return found
 
 
-def measure(
-    rank: int, size: int, machines: int | str | None = None
-) -> tuple[dict[str, int], dict[str, int], int]:
+def measure_each(rank: int, size: int, forms: Sequence[int | str | None]) -> list[Measured]:
+    return [measure(rank, size, machines) for machines in forms]
+
+
+def measure(rank: int, size: int, machines: int | str | None = None) -> Measured:
     group = {"process_group": everyone(machines)} if size else {}
     made = streamer.wrap(model(), layers="layers", device="cpu", num_slots=2, **BF16, **group)
     planned: Any = made.__dict__["_streamer"].planned
@@ -54,24 +60,24 @@ def measure(
 
 def test_host_memory_does_not_grow_with_the_ranks() -> None:
     host, device, _ = measure(0, 0)
-    for size, machines in ((1, None), (3, None), (4, 2), (4, "aabb")):
-        on_each, count = host, machines if isinstance(machines, int) else 1
-        if machines == "aabb":
-            on_each, count = divided(host), 2
-        found = run_ranks(size, measure, size, machines)
-        for of_rank, on_device, _ in found:
-            # each tells of all; what gradients pass through is its own
-            assert of_rank == on_each
-            assert {name: nbytes for name, nbytes in on_device.items() if name != AVERAGING} == device
-        shared = sum(nbytes for _, _, nbytes in found)
-        private = host["gradient staging"]
-        states = count * (sum(on_each.values()) - private)
-        if size == 1:  # shares nothing
-            assert not shared
-            continue
-        # memory comes in pages: of each buffer the last one, of padding, may not have been written
-        rounding = count * len(on_each) * mmap.PAGESIZE
-        assert states - rounding <= shared <= states + rounding
+    for size, forms in ((1, [None]), (2, [None]), (4, ["aabb"])):
+        for machines, *found in zip(forms, *run_ranks(size, measure_each, size, forms), strict=True):
+            on_each, count = host, machines if isinstance(machines, int) else 1
+            if machines == "aabb":
+                on_each, count = divided(host), 2
+            for of_rank, on_device, _ in found:
+                # each tells of all; what gradients pass through is its own
+                assert of_rank == on_each
+                assert {name: nbytes for name, nbytes in on_device.items() if name != AVERAGING} == device
+            shared = sum(nbytes for _, _, nbytes in found)
+            private = host["gradient staging"]
+            states = count * (sum(on_each.values()) - private)
+            if size == 1:  # shares nothing
+                assert not shared
+                continue
+            # memory comes in pages: of each buffer the last one, of padding, may not have been written
+            rounding = count * len(on_each) * mmap.PAGESIZE
+            assert states - rounding <= shared <= states + rounding
 
 
 def divided(host: dict[str, int]) -> dict[str, int]:

@@ -29,8 +29,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "keep": {"activations": "keep"},
     "offloaded": {"activations": "recompute+offload", "dtype": torch.bfloat16},
     "backward": {"update": "backward", "dtype": torch.bfloat16},
-    "gathered": {"gather_weights": True, "dtype": torch.bfloat16},
+    "gathered": {"activations": "keep", "update": "backward", "gather_weights": True},
 }
+#: What ranks of one machine do, and what two machines do.
+PLANNED = [("keep", None), ("offloaded", None), ("gathered", None), ("backward", "ab")]
 
 Done = tuple[Counter[str], dict[str, int], dict[str, int]]
 
@@ -56,37 +58,29 @@ def done(made: torch.nn.Module) -> Done:
     return names, dict(stats.host_bytes), dict(stats.device_bytes)
 
 
-def train(rank: int, options: dict[str, Any], machines: str | None = None) -> Done:
-    made, step = ready(rank, options, device="cpu", process_group=everyone(machines))
-    for _ in range(2):
-        step()
-    streamer.synchronize(made)
-    found = done(made)
-    streamer.unwrap(made)
+def train(rank: int) -> list[Done]:
+    """What is done in each of the cases of `PLANNED`."""
+    found = []
+    for name, machines in PLANNED:
+        made, step = ready(rank, OPTIONS[name], device="cpu", process_group=everyone(machines))
+        for _ in range(2):
+            step()
+        streamer.synchronize(made)
+        found.append(done(made))
+        streamer.unwrap(made)
     return found
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_plan_of_ranks_is_what_they_do(options: dict[str, Any]) -> None:
-    backend = VirtualBackend(replace(CPU, ranks=RANKS))
-    made, step = ready(0, options, backend=backend)
-    predict_step(wrapped(made).executor, step, warmup=1)
-    planned = done(made)
-    for found in run_ranks(RANKS, train, options):
-        assert found[0] == planned[0]
-        assert found[1:] == planned[1:]
-
-
-@pytest.mark.parametrize("name", ["offloaded", "backward"])
-def test_a_plan_of_machines_is_what_each_of_them_does(name: str) -> None:
-    backend = VirtualBackend(replace(CPU, machines=2))
-    made, step = ready(0, OPTIONS[name], backend=backend)
-    predict_step(wrapped(made).executor, step, warmup=1)
-    planned = done(made)
-    assert planned[0]["1GATHER"] > 0
-    for found in run_ranks(2, train, OPTIONS[name], "ab"):
-        assert found[0] == planned[0]
-        assert found[1:] == planned[1:]
+# in one test: their ranks run once
+def test_a_plan_is_what_ranks_and_machines_do() -> None:
+    for (name, machines), *found in zip(PLANNED, *run_ranks(RANKS, train), strict=True):
+        machine = replace(CPU, machines=2) if machines else replace(CPU, ranks=RANKS)
+        made, step = ready(0, OPTIONS[name], backend=VirtualBackend(machine))
+        predict_step(wrapped(made).executor, step, warmup=1)
+        planned = done(made)
+        assert (planned[0]["1GATHER"] > 0) == bool(machines)
+        for of_rank in found:
+            assert of_rank == planned, (name, machines)
 
 
 def test_a_plan_has_the_seconds_of_the_network() -> None:

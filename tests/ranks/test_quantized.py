@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from collections.abc import Mapping
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -10,24 +13,28 @@ import torch
 import torch.distributed as dist
 
 import streamer
-from tests.ranks.common import run_ranks
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-from tests.quantized import LAYERS, llama
+from tests.ranks.common import listening, run_ranks
 
 STEPS, RANKS = 2, 2
 KINDS = "torchao int8", "bitsandbytes nf4"
 Found = tuple[dict[str, np.ndarray], int]
 
 
-def train(rank: int | None) -> list[Found]:
-    """Of each of `KINDS`, the adapters after some steps, and the bytes of host memory; of rank None, in one
-    process."""
+def train(number: int, place: Mapping[str, str]) -> list[Found]:
+    """Of each of `KINDS`, the adapters after some steps, and the bytes of host memory. The first process
+    trains alone, the others are ranks."""
     warnings.simplefilter("ignore")
+    rank = number - 1 if number else None
+    if rank is not None:
+        os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(RANKS), **place})
+        dist.init_process_group("gloo")
     return [_train(rank, kind) for kind in KINDS]
 
 
 def _train(rank: int | None, kind: str) -> Found:
+    # takes seconds to import
+    from tests.quantized import LAYERS, llama
+
     model = llama(kind)
     group = None if rank is None else dist.group.WORLD
     streamer.wrap(model, layers=LAYERS, device="cpu", process_group=group, grad_dtype=None)
@@ -52,10 +59,11 @@ IMPORTS = ("transformers.models.llama.modeling_llama", "torchao.quantization", "
 
 
 # all kinds in one test: they are imported once
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 def test_two_ranks_equal_one_process() -> None:
-    by_rank = run_ranks(RANKS, train, imports=IMPORTS)
-    for kind, (alone, weights), *found in zip(KINDS, train(None), *by_rank, strict=True):
+    _store, place = listening()
+    by_process = run_ranks(1 + RANKS, train, place, kind=None, imports=IMPORTS)
+    for kind, (alone, weights), *found in zip(KINDS, *by_process, strict=True):
         for adapters, of_rank in found:
             assert of_rank <= weights
             for name, value in alone.items():

@@ -21,9 +21,7 @@ import streamer
 from tests.ranks.common import listening, run_ranks
 from tests.ranks.programs import Arrays, arrays
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
+REQUIRED = ("transformers", "accelerate", "lightning")
 STEPS, BATCH, TIME, WORDS = 2, 4, 8, 32
 
 
@@ -126,34 +124,12 @@ TRAINERS: tuple[Callable[[str, int], nn.Module], ...] = (by_accelerate, by_train
 IMPORTS = ("transformers.models.llama.modeling_llama", "transformers.trainer", "lightning.pytorch")
 
 
-def train(number: int, folder: str, place: Mapping[str, str]) -> list[Arrays]:
-    """The first process trains alone, the others are ranks."""
-    size, rank = (2, number - 1) if number else (1, 0)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    if size > 1:
-        os.environ.update({name: str(value) for name, value in names.items()})
-        os.environ.update(place)
-        dist.init_process_group("gloo")
-    into = f"{folder}/{size}"
-    return [arrays(streamer.unwrap(train_by(into, size)).state_dict()) for train_by in TRAINERS]
-
-
-# all in one test: what they need is imported once
-@pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
-def test_trainers_train_as_in_one_process(tmp_path: Path) -> None:
-    _store, place = listening()
-    found = run_ranks(3, train, str(tmp_path), place, kind=None, imports=IMPORTS)
-    for train_by, expected, first, second in zip(TRAINERS, *found, strict=True):
-        assert expected.keys() == first.keys()
-        for name, value in expected.items():
-            told = f"{train_by.__name__}: {name}"
-            assert (first[name] == second[name]).all(), told
-            np.testing.assert_allclose(first[name], value, rtol=1e-4, atol=1e-5, err_msg=told)
-
-
-def autocasts(rank: int) -> str:
+def autocasts() -> str:
+    """The error of an Accelerator that would have to put something around the model of ranks."""
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = wrapped(2)
     try:
@@ -163,7 +139,32 @@ def autocasts(rank: int) -> str:
     return ""
 
 
-def test_what_a_trainer_would_have_to_put_around_the_model_is_refused() -> None:
-    for answer in run_ranks(2, autocasts):
+def train(number: int, folder: str, place: Mapping[str, str]) -> tuple[list[Arrays], str]:
+    """What each of `TRAINERS` trains, and what `autocasts` is refused with. The first process trains alone,
+    the others are ranks."""
+    size, rank = (2, number - 1) if number else (1, 0)
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    if size > 1:
+        os.environ.update({name: str(value) for name, value in names.items()})
+        os.environ.update(place)
+        dist.init_process_group("gloo")
+    into = f"{folder}/{size}"
+    trained = [arrays(streamer.unwrap(train_by(into, size)).state_dict()) for train_by in TRAINERS]
+    return trained, autocasts() if number else ""
+
+
+# all in one test: what they need is imported once
+@pytest.mark.skipif(not all(map(find_spec, REQUIRED)), reason=f"needs {', '.join(REQUIRED)}")
+def test_trainers_train_as_in_one_process(tmp_path: Path) -> None:
+    """What a trainer would have to put around the model is refused."""
+    _store, place = listening()
+    found, refused = zip(*run_ranks(3, train, str(tmp_path), place, kind=None, imports=IMPORTS), strict=True)
+    for train_by, expected, first, second in zip(TRAINERS, *found, strict=True):
+        assert expected.keys() == first.keys()
+        for name, value in expected.items():
+            told = f"{train_by.__name__}: {name}"
+            assert (first[name] == second[name]).all(), told
+            np.testing.assert_allclose(first[name], value, rtol=1e-4, atol=1e-5, err_msg=told)
+    for answer in refused[1:]:
         assert answer.startswith("mixed_precision='bf16'")
-    assert "give streamer.wrap dtype=torch.bfloat16" in answer
+        assert "give streamer.wrap dtype=torch.bfloat16" in answer
