@@ -289,7 +289,8 @@ def test_ranks_are_told_what_is_wrong(names: list[str], machines: int | None) ->
             else:
                 assert re.match(expected, answer[number]), (name, answer[number])
                 assert "\n" not in answer[number], name
-    assert time.monotonic() - began < 30
+    # the first test of all starts the server too
+    assert time.monotonic() - began < 60
 
 
 def shared_memory(maps: str) -> set[str]:
