@@ -33,11 +33,11 @@ from bench.no_values import go_on_without_values
 from streamer.app.calibrate.measure import VisitCosts
 from streamer.backends.base import COPIES, Backend
 from streamer.backends.cuda import CudaBackend
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
 from streamer.engine.paging.executor import Executor
-from streamer.planner.step_plan import Prediction, predict_step
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import Machine
+from streamer.planner.machine import Machine
+from streamer.planner.step import Prediction, predict_step
 from tests.nullgpu import device as nullgpu
 
 LAYERS, WEIGHTS, NUMBERS = 6, 10, 1 << 18

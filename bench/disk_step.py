@@ -44,10 +44,10 @@ from models.gpt2 import GPT
 from streamer.app.calibrate.command import calibrate
 from streamer.backends.base import DISKS, Backend
 from streamer.backends.disk import Direction, Disks, Scratch
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
-from streamer.planner.step_plan import Prediction, predict_step
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import Machine
+from streamer.planner.machine import Machine
+from streamer.planner.step import Prediction, predict_step
 from streamer.store.purposes import MASTERING, MOMENTS
 
 FP32 = torch.float32

@@ -2,7 +2,7 @@
 
     python -m bench.model_sizes    # some minutes, no GPU: plans, as `streamer plan` makes them
 
-Nothing is measured: peaks and sizes of machines are those of data sheets (`streamer.simulate.machine`), the
+Nothing is measured: peaks and sizes of machines are those of data sheets (`streamer.planner.machine`), the
 drive is assumed. A step has 32,768 tokens, 16 sequences of 2,048. Of a short list of options the fastest that
 fits is shown: layer inputs on the device or in host memory, one or two sequences at a time. What host memory
 has no room for is on disk. Models are bf16. In full their moments are bf16 too. Adapters have rank 16 on all
@@ -24,8 +24,7 @@ from bench.model_sizes_table import sizes_table
 from streamer.app.config import Config, ConfigError, load_config
 from streamer.app.plan.planning import RunPlan, plan_run
 from streamer.backends.base import Lane
-from streamer.planner.recall import Recollection
-from streamer.simulate.machine import Machine, named_machine
+from streamer.planner.machine import Machine, named_machine
 
 MACHINES = ("laptop-8gb", "rtx-4090", "h100-pcie")
 SEQUENCES, CONTEXT = 16, 2048
@@ -106,14 +105,12 @@ def configs(folder: Path, machine: Machine, *, rank: int, quantize: str = "none"
         yield load_config(file, changed)
 
 
-def best(
-    folder: Path, machine: Machine, recollection: Recollection, *, rank: int, quantize: str = "none"
-) -> dict[str, Any]:
+def best(folder: Path, machine: Machine, *, rank: int, quantize: str = "none") -> dict[str, Any]:
     """Figures of the fastest plan that fits, or of that which lacks least."""
     plans, refused = [], ""
     for config in configs(folder, machine, rank=rank, quantize=quantize):
         try:
-            plans.append(plan_run(config, machine, recollection))
+            plans.append(plan_run(config, machine))
         except ConfigError as error:
             refused = str(error)
     if not plans:
@@ -160,11 +157,10 @@ def main() -> None:
     rows = []
     for name, rank in product(arguments.models, (0, 16)):
         row: dict[str, Any] = {"model": name, "lora_rank": rank, "plans": {}}
-        recollection = Recollection()
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(MODELS[name]))
             for machine, of_machine in machines.items():
-                row["plans"][machine] = best(Path(folder), of_machine, recollection, rank=rank)
+                row["plans"][machine] = best(Path(folder), of_machine, rank=rank)
                 print(name, rank, machine, row["plans"][machine], flush=True)
         rows.append(row)
     report = {

@@ -50,9 +50,9 @@ from streamer.app.run.build import build_model, build_optimizer
 from streamer.backends.base import Backend
 from streamer.backends.cuda import CudaBackend
 from streamer.backends.thread import ThreadBackend
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import A100_PCIE_4, H100_PCIE_5, H200, RTX_4090, RTX_4090_PCIE_3
+from streamer.planner.machine import A100_PCIE_4, H100_PCIE_5, H200, RTX_4090, RTX_4090_PCIE_3
 
 MACHINES = {machine.name: machine for machine in (H200, RTX_4090, RTX_4090_PCIE_3, A100_PCIE_4, H100_PCIE_5)}
 

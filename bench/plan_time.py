@@ -30,10 +30,10 @@ from streamer.app.calibrate.command import machine_of, print_table, sizes_of
 from streamer.app.calibrate.measure import Found, Measurements, add
 from streamer.backends.base import Backend, Lane
 from streamer.backends.thread import ThreadBackend
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
-from streamer.planner.step_plan import Prediction, predict_step
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import Machine
+from streamer.planner.machine import Machine
+from streamer.planner.step import Prediction, predict_step
 
 VOCAB_SIZE = 256
 

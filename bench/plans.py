@@ -2,7 +2,7 @@
 
     python -m bench.plans    # some minutes, no GPU: the plan of each, as `streamer plan` makes it
 
-Nothing is measured: peaks and sizes are those of data sheets (`streamer.simulate.machine`).
+Nothing is measured: peaks and sizes are those of data sheets (`streamer.planner.machine`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from bench.common import RESULTS, load_average, provenance, write_json
 from bench.plans_table import plans_table
 from streamer.app.config import Config, load_config
 from streamer.app.plan.planning import RunPlan, plan_run
-from streamer.app.plan.remedies import find_remedies
-from streamer.simulate.machine import MACHINES, named_machine
+from streamer.app.plan.variants import find_remedies
+from streamer.planner.machine import MACHINES, named_machine
 
 CONFIG = Path(__file__).parent.parent / "configs" / "gpt2-10b.toml"
 

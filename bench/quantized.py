@@ -18,8 +18,7 @@ from bench.common import RESULTS, load_average, provenance, write_json
 from bench.markdown import Report, table
 from bench.model_sizes import CONTEXT, MODELS, SEQUENCES, best
 from bench.model_sizes_table import BINDS, GIB
-from streamer.planner.recall import Recollection
-from streamer.simulate.machine import named_machine
+from streamer.planner.machine import named_machine
 
 MODEL, MACHINE, RANK = "Llama 3 70B", "rtx-4090", 16
 KINDS = {"none": "bf16", "int8": "int8", "nf4": "nf4"}
@@ -51,12 +50,12 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, default=RESULTS / "quantized.json")
     arguments = parser.parse_args()
-    machine, recollection = named_machine(MACHINE), Recollection()
+    machine = named_machine(MACHINE)
     plans = {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODELS[MODEL]))
         for kind in KINDS:
-            plans[kind] = best(Path(folder), machine, recollection, rank=RANK, quantize=kind)
+            plans[kind] = best(Path(folder), machine, rank=RANK, quantize=kind)
             print(kind, plans[kind], flush=True)
     report = {
         **provenance("bench/quantized.py", load_before=load_average()),

@@ -43,9 +43,10 @@ import streamer
 from bench.common import RESULTS, load_average, provenance, quartiles, write_json
 from models.gpt2 import GPT
 from streamer.app.config import load_config
-from streamer.app.plan.planning import plan_run, with_batch, with_options
+from streamer.app.plan.planning import plan_run, with_options
+from streamer.app.plan.variants import with_batch
 from streamer.backends.base import Lane
-from streamer.simulate.machine import NVLINK, named_machine
+from streamer.planner.machine import NVLINK, named_machine
 
 RANKS = 2
 #: By what the gradients go from GPU to GPU over: the host's memory, PCIe, NVLink.

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from streamer.backends.base import WORKER_LANES, Event, Lane
+from streamer.backends.virtual import VirtualEvent
 from streamer.engine.schedule.op import Op
 from streamer.engine.schedule.trace import Trace
-from streamer.simulate.clock import VirtualEvent
-from streamer.simulate.machine import Machine
+from streamer.planner.machine import Machine
 
 #: One FLOP or byte a second, and memory for everything.
 UNIT = Machine("unit", 1.0, 1.0, 1.0, 1.0, 1 << 60, 1 << 60)

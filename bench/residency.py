@@ -23,10 +23,10 @@ import streamer
 from bench.common import RESULTS, load_average, provenance, write_json
 from bench.least_bytes import Cycle, inference, least_bytes, training
 from bench.residency_table import residency_table
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
 from streamer.engine.schedule.op import OpKind
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import H200
+from streamer.planner.machine import H200
 
 WIDTH = 32
 

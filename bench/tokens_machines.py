@@ -32,10 +32,10 @@ from bench.tokens_variants import Variant, chunked_loss, give_hidden, variants
 from streamer.app.config import Config, load_config
 from streamer.app.run.build import build_optimizer, import_factory
 from streamer.backends.base import Lane
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
+from streamer.planner.machine import A100_PCIE_4, H100_PCIE_5, RTX_4090, RTX_4090_PCIE_3, Machine
 from streamer.planner.measure import Tracker
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import A100_PCIE_4, H100_PCIE_5, RTX_4090, RTX_4090_PCIE_3, Machine
 
 MACHINES = (RTX_4090, RTX_4090_PCIE_3, A100_PCIE_4, H100_PCIE_5)
 CONFIG = Path(__file__).parent.parent / "configs" / "gpt2-10b.toml"

@@ -21,7 +21,7 @@ is the usual way to a large batch in little memory; micro-batches inside of the 
 Both take blocks of steps in turn, in an order drawn anew in each round, with the timer, the batches and the
 verdict on losses of `bench.versus`, which says how bytes are counted.
 
-*machines* runs the executor without data on the rates of `streamer.simulate.machine`, for a config of ten
+*machines* runs the executor without data on the rates of `streamer.planner.machine`, for a config of ten
 billion parameters: see `bench.tokens_machines`.
 """
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from streamer.errors import CheckpointError as CheckpointError
     from streamer.errors import DiskError as DiskError
     from streamer.loss import chunked_cross_entropy as chunked_cross_entropy
-    from streamer.model.auto import chosen as chosen
     from streamer.model.plan import Plan as Plan
     from streamer.model.plan import plan as plan
     from streamer.model.stats import Stats as Stats
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from streamer.optim.adamw import AdamW as AdamW
     from streamer.optim.adamw import NonFiniteError as NonFiniteError
     from streamer.optim.clip import clip_grad_norm_ as clip_grad_norm_
+    from streamer.planner.model import chosen as chosen
     from streamer.pretrained.load import from_pretrained as from_pretrained
 
 __all__ = [
@@ -64,7 +64,7 @@ _HOMES = {
     "NonFiniteError": "streamer.optim.adamw",
     "Plan": "streamer.model.plan",
     "Stats": "streamer.model.stats",
-    "chosen": "streamer.model.auto",
+    "chosen": "streamer.planner.model",
     "chunked_cross_entropy": "streamer.loss",
     "clip_grad_norm_": "streamer.optim.clip",
     "from_deepspeed_config": "streamer.deepspeed.config",

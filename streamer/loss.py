@@ -23,6 +23,7 @@ from streamer.engine.guard import never_traced
 from streamer.engine.handle import home_of
 from streamer.engine.layer.collector import graph_is_retained
 from streamer.engine.schedule import op as ops
+from streamer.planner.cost import repeated
 from streamer.torch_private import in_forward_mode, in_transform, is_batched
 
 #: Of hidden states, weight and bias, in this order: whether a gradient is wanted, and the gradients.
@@ -137,13 +138,21 @@ def _over_chunks(
 ) -> torch.Tensor:
     """The losses of all tokens; with ``factors``, [tokens], the head's gradients of their weighted sum."""
     losses = targets.new_empty(targets.shape, dtype=loss.exact)
-    for start in range(0, len(targets), loss.chunk_size):
+
+    def take(start: int) -> None:
         rows = slice(start, start + loss.chunk_size)
         logits = head.logits(rows).to(loss.exact)
         losses[rows] = loss.losses(logits, targets[rows], None if factors is None else factors[rows])
         if factors is not None:
             head.add(rows, logits)
-        del logits  # before the next chunk's are there
+
+    starts = range(0, len(targets), loss.chunk_size)
+    if targets.is_meta and len(starts) > 2:  # in a plan: all chunks but the last are as long as the first
+        with repeated(len(starts) - 1):
+            take(0)
+        starts = starts[-1:]
+    for start in starts:
+        take(start)
     return losses
 
 

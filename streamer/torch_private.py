@@ -74,8 +74,10 @@ run_backward: Callable[..., Any] = _find(
     "autograd.Variable._execution_engine.run_backward", "goes back through a layer's own graph"
 )
 
-#: How many modes of `torch.utils._python_dispatch` an operation goes on to from here.
-num_dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack", "plans alike operations once")
+#: The modes of `torch.utils._python_dispatch` that are open.
+dispatch_modes: Callable[[], list[Any]] = _find(
+    "utils._python_dispatch._get_current_dispatch_mode_stack", "counts a loop's operations by one round"
+)
 
 #: Whether autocast is on, for whatever kind of device.
 in_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", "lets autocast keep no cast weights")

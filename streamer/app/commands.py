@@ -126,9 +126,9 @@ def command_line() -> argparse.ArgumentParser:
     )
     plan.add_argument(
         "--machine",
-        default="rtx-4090",
         metavar="NAME|FILE",
-        help="a machine by name, or a file that streamer calibrate has written; default: %(default)s",
+        help="a machine by name, or a file that streamer calibrate has written; default: the GPU and the "
+        "memory of this machine, rtx-4090 where there is no GPU",
     )
     plan.add_argument(
         "--device-memory",
@@ -152,7 +152,12 @@ def command_line() -> argparse.ArgumentParser:
         help="machines of --ranks GPUs each that train together and divide the optimizer's state; plan one "
         "of them; default: 1",
     )
-    plan.add_argument("--host-memory", metavar="BYTES", help="of the machine, such as 128GiB")
+    plan.add_argument(
+        "--host-memory",
+        dest="memory.host",
+        metavar="BYTES",
+        help="memory.host, such as 128GiB: the most that the run may take",
+    )
     plan.add_argument(
         "--machines", metavar="NAME,...", help='a table of these machines; "all" are those that have names'
     )
@@ -331,7 +336,7 @@ def _plan(arguments: Namespace) -> int:
     if arguments.machines is not None or arguments.batch_sizes is not None:
         if arguments.timeline is not None:
             raise ConfigError("--timeline is of one plan: leave --machines and --batch-sizes out")
-        machines = (arguments.machines or arguments.machine).split(",")
+        machines = (arguments.machines or arguments.machine or "rtx-4090").split(",")
         sizes = (arguments.batch_sizes or str(config.data.batch_size)).split(",")
         counts = {"ranks": arguments.ranks, "nodes": arguments.nodes}
         fits = plan_table(config, machines, sizes, **counts, as_json=arguments.json)
@@ -341,7 +346,6 @@ def _plan(arguments: Namespace) -> int:
         arguments.machine,
         ranks=arguments.ranks,
         nodes=arguments.nodes,
-        host_memory=arguments.host_memory,
         as_json=arguments.json,
         timeline=arguments.timeline,
     )

@@ -14,7 +14,7 @@ import torch
 
 from streamer.app.config import TEXT, ConfigError, dump_tables, read_sections, section
 from streamer.config_values import COUNT, FLAG, NOT_NEGATIVE, POSITIVE, number, one_of
-from streamer.simulate.machine import CPU, CUDA, INTERCONNECTS, Beside, Machine, named_machine
+from streamer.planner.machine import CPU, CUDA, INTERCONNECTS, Beside, Machine, named_machine
 
 
 def processor() -> str:
@@ -52,9 +52,8 @@ _OTHERS = {
     "ranks": COUNT,
     "machines": COUNT,
     "interconnect": one_of(*INTERCONNECTS),
-    "multiprocessors": COUNT,
-    "threads_per_multiprocessor": COUNT,
     "coherent": FLAG,
+    "calibrated": FLAG,
 }
 _MACHINE = {item.name: _OTHERS.get(item.name, POSITIVE) for item in fields(Machine) if item.name != BESIDE}
 _BESIDE = {item.name: _SHARE for item in fields(Beside)}
@@ -73,7 +72,7 @@ def load_machine(path: str | os.PathLike[str]) -> Machine:
         raise ConfigError(f"{path}: there is no [{MACHINE}]: give a file that streamer calibrate has written")
     beside = section(Beside, BESIDE, tables.get(BESIDE, {}), str(path), kinds=_BESIDE)
     made: Machine = section(Machine, MACHINE, tables[MACHINE], str(path), kinds=_MACHINE)
-    return replace(made, beside=beside)
+    return replace(made, beside=beside, calibrated=made.calibrated or MEASURED in tables)
 
 
 def dump_machine(machine: Machine, measured: Mapping[str, Any] | None = None) -> str:
@@ -84,7 +83,7 @@ def dump_machine(machine: Machine, measured: Mapping[str, Any] | None = None) ->
 
 
 def machine(name_or_path: str, ranks: int = 1, machines: int = 1) -> Machine:
-    """A machine by its name, see `streamer.simulate.machine`, or from a TOML file; with so many ``ranks``, if
+    """A machine by its name, see `streamer.planner.machine`, or from a TOML file; with so many ``ranks``, if
     they are several, and as one of so many ``machines`` that divide a state. The host's rate and size are
     then those that the file says.
 

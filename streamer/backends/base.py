@@ -25,7 +25,7 @@ class Lane(enum.Enum):
     All that is kept by lane follows from this list. The kind of an op decides on which lane it runs
     (`streamer.engine.schedule.op.OpKind`). A machine has a rate ``{name}_bytes_per_second`` for every lane
     that moves bytes, and a share ``{group}_{group}`` of it for every two groups that work beside one another
-    (`streamer.simulate.machine`); calibration measures both. A trace has a row for each lane.
+    (`streamer.planner.machine`); calibration measures both. A trace has a row for each lane.
     """
 
     COMPUTE = "compute", "compute"  # the caller's own thread (and, on a GPU, its current stream)

@@ -57,7 +57,7 @@ class Wrapped:
     plain_dtypes: dict[nn.Parameter, torch.dtype]
     take_off: Callable[[], None]
     close: Callable[[], object]
-    #: what was chosen for "auto": a `streamer.planner.choice.Chosen`
+    #: what was chosen for "auto": a `streamer.planner.choose.Chosen`
     chosen: object = None
 
 

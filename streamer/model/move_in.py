@@ -21,13 +21,12 @@ from tqdm import tqdm
 from streamer.backends.base import Backend
 from streamer.backends.host_memory import file_mappings, give_back_freed
 from streamer.backends.ranks import Ranks
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.guard import not_a_number
 from streamer.engine.unit import Unit
 from streamer.errors import DiskError, shortened, warn
-from streamer.planner.step_plan import context_bytes
+from streamer.planner.machine import CPU, context_bytes
 from streamer.quantized.parts import plain_parts
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import CPU
 from streamer.store.host import HostStore
 from streamer.store.layout import Slice
 from streamer.store.ledger import Room, limit_of

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
+from typing import Literal
 
 import torch
 
@@ -17,12 +18,15 @@ from streamer.engine.unit import Unit
 from streamer.model.layers import Layers
 from streamer.model.move_in import Init
 from streamer.model.units import DTYPES
-from streamer.planner.choice import Number
 from streamer.store.layout import Layout
 from streamer.store.ledger import limit_of
 
 #: One activation policy for all layers, one for each, or a function that gives one for a layer's index.
 Activations = str | Sequence[str] | Callable[[int], str]
+
+AUTO: Literal["auto"] = "auto"
+#: A number that may be "auto".
+Number = int | Literal["auto"] | None
 
 #: A folder, or several.
 Folders = str | PathLike[str] | Sequence[str | PathLike[str]]

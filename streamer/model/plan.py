@@ -10,12 +10,11 @@ from typing import Any
 from torch import nn
 
 from streamer.backends.base import Lane
-from streamer.model.auto import Batch, plan_of, skeleton
-from streamer.model.options import WrapOptions
+from streamer.model.options import AUTO, WrapOptions
 from streamer.model.wrap import wrap
-from streamer.planner.choice import AUTO, Choice, may_be_auto
-from streamer.planner.step_plan import context_bytes
-from streamer.simulate.machine import Machine, named_machine
+from streamer.planner.choose import Choice, may_be_auto
+from streamer.planner.machine import Machine, context_bytes, named_machine
+from streamer.planner.model import Batch, plan_of, skeleton
 from streamer.store.ledger import Room, limit_of
 
 GIB = 1 << 30

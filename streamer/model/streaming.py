@@ -15,6 +15,7 @@ import streamer_native as native
 from streamer.backends.base import Backend
 from streamer.backends.disk import Disks
 from streamer.backends.ranks import Ranks
+from streamer.backends.virtual import VirtualBackend, VirtualDisks
 from streamer.engine.handle import HANDLE, Wrapped, settle_in
 from streamer.engine.layer.compiled import compiled
 from streamer.engine.layer.layer import POLICIES, StreamedLayer
@@ -24,13 +25,10 @@ from streamer.engine.unit import Unit, buffer_bytes
 from streamer.model.guards import attach_guards
 from streamer.model.layers import find_layers
 from streamer.model.move_in import Initialiser, MoveIn, check_init, room_of
-from streamer.model.options import Folders, WrapOptions, check_dtypes_for_backward, folders_of, policies
+from streamer.model.options import AUTO, Folders, WrapOptions, check_dtypes_for_backward, folders_of, policies
 from streamer.model.units import device_remedy, make_units, warn_of_misread
 from streamer.model.unwrap import forget
 from streamer.optim.torch_optimizers import serve_other_optimizers
-from streamer.planner.choice import AUTO, Chosen
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.disks import VirtualDisks
 from streamer.store.host import NO_DISKS, HostStore
 from streamer.store.host import Disks as HostDisks
 from streamer.store.ledger import Ledger, frozen_matrices, least_moments, ledger
@@ -46,12 +44,15 @@ def stream(
     model: M,
     backend: Backend,
     options: WrapOptions,
-    chosen: Chosen | None = None,
     ranks: Ranks | None = None,
+    *,
+    chosen: object = None,
+    for_inputs: int = 0,
 ) -> M:
     """Wrap ``model`` on ``backend``. `streamer.wrap` documents the options and what is raised; none may be
-    "auto" here. ``chosen`` is how those that were "auto" were chosen, ``ranks`` are those that share the
-    weights, this process alone if None."""
+    "auto" here. ``ranks`` are those that share the weights, this process alone if None. ``chosen`` is what
+    `streamer.chosen` returns; ``for_inputs`` bytes of host memory are left to layer inputs that wait there.
+    """
     ranks = ranks or Ranks()
     with ExitStack() as undo:
         options.check()
@@ -104,7 +105,6 @@ def stream(
             )
         layouts = [unit.layout for unit in (*units, root)]
         disks, placement, moments = NO_DISKS, Placement(), least_moments(layouts, division)
-        for_inputs = 0 if chosen is None else chosen.plan.host_beside
         if options.disk is not None:
             disks, moments = _disks(backend, options.disk), {}
             planned, placement = place_model(

@@ -15,18 +15,17 @@ from streamer.backends.base import Backend
 from streamer.backends.disk import Disks
 from streamer.backends.ranks import Ranks, alone_among
 from streamer.backends.select import backend_for
+from streamer.backends.virtual import VirtualBackend, VirtualRanks
 from streamer.engine.handle import home_of, wrapped_part
 from streamer.engine.layer.compiled import CompileBackend
 from streamer.errors import shortened, warn
-from streamer.model.auto import choose_options
 from streamer.model.layers import Layers
 from streamer.model.move_in import Init
-from streamer.model.options import Activations, Folders, WrapOptions
+from streamer.model.options import AUTO, Activations, Folders, Number, WrapOptions
 from streamer.model.streaming import stream
-from streamer.planner.choice import AUTO, Number, may_be_auto
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import Machine
-from streamer.simulate.ranks import VirtualRanks
+from streamer.planner.choose import may_be_auto
+from streamer.planner.machine import Machine
+from streamer.planner.model import choose_options
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -139,7 +138,7 @@ def wrap(
             by name. Only its shapes and dtypes count, which should be those of the steps' batches. With it, a
             step that does not fit into the memory, or into ``device_memory``, is refused here, not when it
             runs. [Note: options that are chosen]
-        machine: how fast the device is, for such a plan: the name of one in `streamer.simulate.machine`,
+        machine: how fast the device is, for such a plan: the name of one in `streamer.planner.machine`,
             ``"rtx-4090"`` say, or a `Machine`. None means an RTX 4090 where there is a GPU, else a CPU.
         process_group: the ranks that train this model together, a group of `torch.distributed` (NCCL for
             GPUs, gloo for the CPU): every process of it calls ``wrap``, with a device of its own and the same
@@ -221,7 +220,8 @@ def wrap(
             # what is free may differ from rank to rank
             chosen = ranks.from_first("choosing options", chosen)
             options = replace(options, **chosen.choice.options())
-        stream(model, backend, options, chosen, ranks)
+        for_inputs = 0 if chosen is None else chosen.plan.host_beside
+        stream(model, backend, options, ranks, chosen=chosen, for_inputs=for_inputs)
         undo.pop_all()
     return model
 

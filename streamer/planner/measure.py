@@ -6,17 +6,47 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from streamer.simulate.cost import NOTHING, Cost, Observer, Operations, tensors_in
-from streamer.simulate.machine import Machine
-from streamer.simulate.temporaries import temporary_bytes
+from streamer.planner.cost import Cost, Observer, Operations, tensors_in
+from streamer.planner.machine import CUDA, Machine
 from streamer.torch_private import storage_id
+
+_aten = torch.ops.aten
+#: Bytes that CUDA's kernels of PyTorch allocate for the time of one operation, for each element of its first
+#: argument: fp32 sums of several blocks, gradients in fp32, sorted places. A margin, rounded up;
+#: `tests/backends/test_cuda_plan.py` compares plans with PyTorch's allocator.
+KERNEL_BYTES = {
+    _aten.sum: 9,
+    _aten.mean: 9,
+    _aten._scaled_dot_product_flash_attention_backward: 5,
+    _aten._scaled_dot_product_efficient_attention_backward: 5,
+    _aten._softmax_backward_data: 4,
+    _aten._safe_softmax: 1,
+    _aten.embedding_dense_backward: 5,
+    _aten.index_put: 5,
+    _aten._index_put_impl_: 5,
+}
+
+
+#: PyTorch's allocator rounds each tensor up to a block: a share of all bytes, a margin too.
+ROUNDED = 32
+
+
+def kernel_bytes(func: Any, args: Any, result: Any) -> int:
+    """Bytes that ``func`` takes on a GPU until it is done, by `KERNEL_BYTES`."""
+    each = KERNEL_BYTES.get(func.overloadpacket, 0)
+    if not each or (each == 9 and not _keeps_rows(args[0], result)):
+        return 0
+    return each * int(args[0].numel())
+
+
+def _keeps_rows(given: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether a reduction leaves the innermost dimension: only then do blocks hold partial sums."""
+    return given.dim() > 1 and result.dim() > 0 and result.shape[-1] == given.shape[-1]
 
 
 class Tracker(Observer):
@@ -24,13 +54,12 @@ class Tracker(Observer):
     device, on meta tensors too. What was made before, or by other means, does not count.
 
     Storages are counted as long as there is a tensor of theirs, and with the bytes that were asked for: how
-    an allocator rounds them is not in it. With a ``machine``, what its kernels take while an operation runs
-    counts too.
+    an allocator rounds them is not in it. With ``on_gpu``, `kernel_bytes` count too.
     """
 
-    def __init__(self, machine: Machine | None = None) -> None:
+    def __init__(self, *, on_gpu: bool = False) -> None:
         super().__init__()
-        self._machine = machine
+        self._on_gpu = on_gpu
         self.now = self.peak = 0
         #: bytes now by owner, and at the peak
         self.owned: Counter[str] = Counter()
@@ -53,8 +82,14 @@ class Tracker(Observer):
                 self._made(storage)
         if self.now > self.peak:
             self._note_peak()
-        if self._machine is not None:
-            self.rise(temporary_bytes(self._machine, func, args, kwargs, result))
+        if self._on_gpu and (nbytes := kernel_bytes(func, args, result)):
+            self.rise(nbytes)
+
+    @property
+    def taken(self) -> tuple[int, int]:
+        """`now` and `peak` as an allocator counts them, which on a GPU rounds up."""
+        now, peak = self.now, self.peak
+        return (now + now // ROUNDED, peak + peak // ROUNDED) if self._on_gpu else (now, peak)
 
     def rise(self, nbytes: int) -> None:
         """Count ``nbytes`` that came and are gone again."""
@@ -80,20 +115,12 @@ class Tracker(Observer):
         self.owned_at_peak = self.owned.copy()
 
 
-@dataclass
-class Measured:
-    """What a part of a `Meter`'s block has cost, and the most bytes that it held on top of what was there."""
-
-    cost: Cost = NOTHING
-    rise: int = 0
-
-
 class Meter(ExitStack):
-    """Counts FLOPs and seconds on ``machine``, and bytes, of what runs in the block."""
+    """Counts FLOPs and seconds on ``machine``, and bytes, of the block."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
-        self._tracker = Tracker(machine)
+        self._tracker = Tracker(on_gpu=machine.kind == CUDA)
         self._operations = Operations(machine, self._tracker)
 
     def __enter__(self) -> Meter:
@@ -101,26 +128,20 @@ class Meter(ExitStack):
         return self
 
     @property
-    def all(self) -> Measured:
-        """What the whole block has taken."""
-        return Measured(self._operations.cost, self._tracker.peak)
+    def cost(self) -> Cost:
+        """The cost so far."""
+        return self._operations.cost
 
     @property
     def now(self) -> int:
-        """Bytes that were made in the block and are still there."""
+        """Bytes that the block has allocated and not freed."""
         return self._tracker.now
 
-    def recall(self, measured: Measured) -> None:
-        """Count ``measured`` for work that is not run."""
-        self._operations.recall(measured.cost)
-        self._tracker.rise(measured.rise)
+    @property
+    def peak(self) -> int:
+        """The most of `now` since it was set."""
+        return self._tracker.peak
 
-    @contextmanager
-    def measuring(self) -> Iterator[Measured]:
-        """Measure what runs inside; known when the block has ended."""
-        tracker, measured = self._tracker, Measured()
-        cost, before, peak = self._operations.cost, tracker.now, tracker.peak
-        tracker.peak = before
-        yield measured
-        measured.cost, measured.rise = self._operations.cost - cost, tracker.peak - before
-        tracker.peak = max(peak, tracker.peak)
+    @peak.setter
+    def peak(self, nbytes: int) -> None:
+        self._tracker.peak = nbytes

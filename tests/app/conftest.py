@@ -7,17 +7,16 @@ import pytest
 from streamer.app.config import Config, dump_config
 from streamer.app.plan import command
 from streamer.app.plan.planning import RunPlan
-from streamer.planner.recall import Recollection
-from streamer.simulate.machine import Machine
+from streamer.planner.machine import Machine
 
 _plan_run = command.plan_run
 _made: dict[tuple[str, Machine], RunPlan] = {}
 
 
-def _plan_once(config: Config, machine: Machine, recollection: Recollection | None = None) -> RunPlan:
+def _plan_once(config: Config, machine: Machine) -> RunPlan:
     key = dump_config(config), machine
     if key not in _made:
-        _made[key] = _plan_run(config, machine, recollection)
+        _made[key] = _plan_run(config, machine)
     return _made[key]
 
 

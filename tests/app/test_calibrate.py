@@ -26,7 +26,7 @@ from streamer.app.machine_file import load_machine
 from streamer.backends.base import DISKS, Lane, Span
 from streamer.backends.disk import Scratch
 from streamer.backends.thread import ThreadBackend
-from streamer.simulate.machine import NVME_READ, NVME_WRITE, Beside
+from streamer.planner.machine import NVME_READ, NVME_WRITE, Beside
 from tests.app.common import HOME, refused
 
 CONFIGS = HOME / "configs"

@@ -21,7 +21,7 @@ from streamer.app.data.load import load_tokenizer, load_tokens
 from streamer.app.data.rows import Rows
 from streamer.app.plan.planning import plan_run
 from streamer.checkpoint.manifest import Manifest
-from streamer.simulate.machine import MACHINES
+from streamer.planner.machine import MACHINES
 from tests import tiny_llama
 from tests.app.common import least_of, refused, sets
 from tests.app.test_train_pretrained import CONFIG, SHORT, command, losses, place, prepare

@@ -20,12 +20,12 @@ from bench import plans
 from bench.common import RESULTS
 from streamer.app.cli import main
 from streamer.app.config import load_config, quoted
-from streamer.app.machine_file import machine
+from streamer.app.machine_file import dump_machine, machine
+from streamer.app.plan.command import figures
 from streamer.app.plan.planning import RunPlan, plan_run
-from streamer.app.plan.report import figures
 from streamer.backends.base import Lane
-from streamer.planner.step_plan import BESIDE, WORKING_SET
-from streamer.simulate.machine import MACHINES, Machine
+from streamer.planner.machine import MACHINES, Machine
+from streamer.planner.step import BESIDE, WORKING_SET
 from tests.app.common import sets
 
 pytestmark = pytest.mark.usefixtures("each_plan_is_made_once")
@@ -325,41 +325,80 @@ def test_what_would_make_it_fit_does(gpt: str, capsys: pytest.CaptureFixture[str
 
 
 def test_a_host_that_is_too_small(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    roomy = plan_of(config, 'stream.dtype="bfloat16"')
-    bf16 = sets('stream.dtype="bfloat16"')
-    least = roomy.host_needed - roomy.host_bytes["exp_avg"]
-    code, found = planned(capsys, config, *bf16, "--host-memory", f"{least}B")
+    bf16 = 'stream.dtype="bfloat16"'
+    roomy = plan_of(config, bf16)
+    least = roomy.step.host_total - roomy.host_bytes["exp_avg"]
+    code, found = planned(capsys, config, *sets(bf16), "--host-memory", f"{least}B")
     assert code == 2 and found["fits_device"] and not found["fits_host"]
     assert found["mend"]["changes"] == {"optimizer.state_dtype": "bfloat16"}
-    code, found = planned(capsys, config, *bf16, "--host-memory", "1GiB")
+    assert figures(plan_of(config, bf16, f'memory.host="{least}B"')) == {
+        key: found[key] for key in figures(roomy)
+    }, "--host-memory is memory.host"
+    code, found = planned(capsys, config, *sets(bf16), "--host-memory", "200kB")
     assert code == 2 and found["mend"] is None
-    main(["plan", config, *bf16, "--host-memory", "1GiB"])
+    main(["plan", config, *sets(bf16), "--host-memory", "200kB"])
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("it does not fit on the host; even with --set ")
-    assert "optimizer.state_dtype" in last and ", the host lacks 2" in last
+    assert "optimizer.state_dtype" in last and ", the host lacks " in last
 
 
-def test_what_turns_out_not_to_be_needed_is_left_as_it_was(
+def test_remedies_that_are_not_needed_in_the_end_are_left_out(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Inputs that wait in host memory make a smaller batch help it too, which shorter moments make idle."""
-    given = 'stream.dtype="bfloat16"', 'stream.activations="recompute+offload"'
-    roomy = plan_of(config, *given)
-    least = roomy.host_needed - roomy.host_bytes["exp_avg"]
-    code, found = planned(capsys, config, *sets(*given), "--host-memory", f"{least}B")
+    """Inputs that wait in host memory take it from moments: then micro-batches alone are enough."""
+    given = "stream.num_slots=2", "data.batch_size=64"
+    whole, small = (plan_of(config, *given, f"stream.micro_batch_size={size}") for size in (64, 16))
+    least = (small.step.allocated + whole.step.allocated) // 2
+    code, found = planned(capsys, config, *sets(*given), "--device-memory", f"{least}B")
     assert code == 2
-    assert found["mend"]["changes"] == {"optimizer.state_dtype": "bfloat16"}
+    assert found["mend"]["changes"] == {"stream.micro_batch_size": 16}
 
 
-def test_a_budget_that_the_device_does_not_have_is_lowered(
+@pytest.mark.parametrize(("share", "is_tight"), [(0.91, True), (0.89, False)])
+def test_a_host_that_is_nearly_full_is_tight(
+    config: str,
+    share: float,
+    is_tight: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    needed = plan_of(config).host_needed
+    host = replace(MACHINES["rtx-4090"], host_bytes=int(needed / share))
+    monkeypatch.setattr("streamer.app.machine_file.machine", lambda *_: host)
+    assert main(["plan", config, "--machine", "any"]) == 0
+    assert ("fits, but tight: " in capsys.readouterr().out) is is_tight
+
+
+def test_which_machine_is_assumed_and_that_times_are_bounds(
+    config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["plan", config]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "\nmachine: the default, since no GPU is here: see --machine; GPU 24.00 GiB, host 128.00 GiB\n" in out
+    )
+    assert ": at most " in out and "streamer calibrate measures yours" in out
+    file = written(tmp_path / "here.toml", dump_machine(replace(MACHINES["h200"], calibrated=True)))
+    assert main(["plan", config, "--machine", file]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("small on H200: ") and f"\nmachine: --machine {file}; " in out
+    assert "at most " not in out.partition("\nlane ")[2].partition("\n\n")[0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L4")
+    monkeypatch.setattr("streamer.app.machine_file.memory_bytes", lambda _: (22 << 30, 100 << 30))
+    assert main(["plan", config]) == 0
+    why = (
+        "the GPU and the memory found here, with its rates by its data sheet; GPU 22.00 GiB, host 100.00 GiB"
+    )
+    assert f"\nmachine: {why}\n" in capsys.readouterr().out
+
+
+def test_a_plan_that_takes_long_says_that_it_goes_on(
     config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = replace(MACHINES["laptop-8gb"], device_bytes=(512 + 80) << 20)
-    monkeypatch.setattr("streamer.app.machine_file.machine", lambda *_: small)
-    layers = sets("model.args.n_layer=40", "model.args.n_embd=256")
-    code, found = planned(capsys, config, "--device-memory", "16GiB", *layers)
-    assert code == 2 and not found["fits_device"]
-    assert found["mend"]["changes"] == {"stream.device_memory": "80MiB"}
+    monkeypatch.setattr("streamer.app.plan.command.SILENCE", 0.0)
+    assert main(["plan", config]) == 0
+    assert "1 steps planned\n2 steps planned\n" in capsys.readouterr().err
 
 
 def test_on_the_cpu_a_budget_is_that_of_buffers_and_saved_inputs(
@@ -396,8 +435,9 @@ def test_a_machine_of_one_memory_is_told_that_streaming_gains_nothing(
 ) -> None:
     line = "CPU and GPU share one memory on this machine: streaming from host memory gains nothing there"
     assert main(["plan", config, "--machine", "dgx-spark"]) == 0
-    first, second, *others = capsys.readouterr().out.splitlines()
-    assert first.startswith("small on DGX Spark: ") and second == line
+    first, second, third, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("small on DGX Spark: ") and third == line
+    assert second == "machine: --machine dgx-spark; GPU 119.00 GiB, host 119.00 GiB"
     assert " are not used: " not in "\n".join(others), "the host has what the GPU has not"
     needed = [line for line in others if line.startswith("  needed")]
     assert "of 119.00 GiB (with the device, whose memory it is): fits" in needed[1]
@@ -413,7 +453,9 @@ def test_bad_input(config: str, gpt: str, capsys: pytest.CaptureFixture[str], tm
     error = refused(capsys, config, "--machine", "rtx4090")
     assert "there is no machine 'rtx4090': did you mean rtx-4090? known are " in error
     assert all(name in error for name in MACHINES)
-    assert "give a number and its unit such as '16GiB'" in refused(capsys, config, "--host-memory", "16")
+    assert "memory.host must be a string of a number and its unit" in refused(
+        capsys, config, "--host-memory", "16"
+    )
     assert "device_memory" in refused(capsys, config, "--device-memory", "16 Gib")
     assert "layers" in refused(capsys, config, "--set", "model.args.n_layer=0")
     assert "PNG" in refused(capsys, config, "--timeline", str(tmp_path / "step.svg"))
@@ -433,7 +475,7 @@ import json, re, sys
 from dataclasses import replace
 from streamer.app.config import load_config, quoted
 from streamer.app.plan.planning import plan_run
-from streamer.simulate.machine import MACHINES
+from streamer.planner.machine import MACHINES
 
 config = load_config(sys.argv[1], sys.argv[2:])
 plan = plan_run(config, replace(MACHINES["h100-sxm"], host_bytes=6 << 40))

@@ -18,13 +18,11 @@ from safetensors.torch import save_file
 
 from streamer.app.cli import main
 from streamer.app.config import load_config
-from streamer.app.plan.command import check_memory
+from streamer.app.plan.command import check_memory, figures, remedy_line
 from streamer.app.plan.planning import PROCESS_BYTES, RunPlan, plan_run
-from streamer.app.plan.remedies import find_remedies
-from streamer.app.plan.report import figures, remedy_line
+from streamer.app.plan.variants import find_remedies
 from streamer.checkpoint.manifest import Manifest
-from streamer.planner.recall import Recollection
-from streamer.simulate.machine import MACHINES
+from streamer.planner.machine import MACHINES
 from tests import tiny_llama
 from tests.app.common import HOME, refused, sets
 from tests.app.test_train_pretrained import SHORT, losses, place
@@ -239,10 +237,9 @@ def test_quantization_is_proposed_where_nothing_exact_fits(
     def proposed(megabytes: int) -> dict[str, Any]:
         """With so much beside what Python takes. In bf16 the layers are 63 MB."""
         machine = replace(MACHINES["rtx-4090"], host_bytes=PROCESS_BYTES + megabytes * 10**6)
-        recollection = Recollection()
-        plan = plan_run(given, machine, recollection)
+        plan = plan_run(given, machine)
         assert not plan.fits
-        found = find_remedies(plan, lambda changed: plan_run(changed, machine, recollection))
+        found = find_remedies(plan, lambda changed: plan_run(changed, machine))
         line = remedy_line("it", found, plan)
         told = "nothing exact does in memory; it would with --set model.quantize=" in line
         assert told == ("model.quantize" in found.changes) == found.plan.fits

@@ -33,7 +33,7 @@ from streamer.app.run.schedule import schedule
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.handle import wrapped
-from streamer.simulate.machine import BY_GPU, MACHINES, peak_flops
+from streamer.planner.machine import BY_GPU, MACHINES, peak_flops
 from tests.app.common import HOME, logged, refused, sets
 
 CONFIG = """

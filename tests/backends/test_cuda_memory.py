@@ -19,8 +19,8 @@ from streamer.backends.base import PIECE_BYTES
 from streamer.backends.cuda import CudaBackend, PinnedBlocks
 from streamer.backends.host_memory import give_back_freed
 from streamer.engine.handle import wrapped
-from streamer.simulate.machine import H200, gpu_properties
-from streamer.simulate.temporaries import workspace_bytes
+from streamer.planner.machine import H200, gpu_properties
+from streamer.planner.step import workspace_bytes
 from streamer.torch_private import allocator_settings, set_allocator
 from tests.backends.test_cuda import allocated, loss_of
 from tests.reference import VOCAB, batch, gradients

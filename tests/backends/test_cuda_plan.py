@@ -21,12 +21,12 @@ from streamer.app.config import StreamConfig
 from streamer.app.plan.planning import this_machine
 from streamer.backends.base import Backend
 from streamer.backends.cuda import CudaBackend
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.norms import Norms
-from streamer.planner.step_plan import plan_step
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import H200, RTX_4090, Machine, gpu_properties
+from streamer.planner.machine import H200, RTX_4090, Machine, gpu_properties
+from streamer.planner.step import plan_step
 
 pytestmark = pytest.mark.cuda_api
 
@@ -130,7 +130,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def test_train_plans_with_what_pytorch_says_of_the_gpu() -> None:
     machine, _ = this_machine(StreamConfig(device="cuda"))
     properties = torch.cuda.get_device_properties("cuda")
-    assert machine.multiprocessors == properties.multi_processor_count
+    assert machine.compute_capability == properties.major + properties.minor / 10
     assert machine.flops_per_second == RTX_4090.flops_per_second
 
 
@@ -147,4 +147,4 @@ def test_the_peak_is_the_plan(setting: Setting, gpu: Machine) -> None:
         executor.synchronize()
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
-    assert planned == pytest.approx(peak, rel=0.03)
+    assert peak <= planned <= 1.15 * peak

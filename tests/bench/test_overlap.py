@@ -33,12 +33,12 @@ from bench.raw_copies import RawCopies
 from streamer.app.config import load_config
 from streamer.backends.base import Backend, Lane, Span
 from streamer.backends.thread import ThreadBackend
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.op import Op
 from streamer.engine.schedule.trace import Record
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import Machine
+from streamer.planner.machine import Machine
 
 #: Powers of two, so that every second is exact.
 ROUND = Machine(

@@ -20,10 +20,10 @@ from bench.tokens_variants import BASELINE, Streamed, Variant, plain_bytes, vari
 from bench.versus_contenders import Plain
 from bench.versus_task import Task
 from models.gpt2 import GPT
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
-from streamer.planner.step_plan import predict_step
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import RTX_4090, RTX_4090_PCIE_3
+from streamer.planner.machine import RTX_4090, RTX_4090_PCIE_3
+from streamer.planner.step import predict_step
 
 SIZES = {"n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 32, "block_size": 128}
 SMALL = ["--n-layer", "4", "--n-head", "2", "--n-embd", "16", "--vocab-size", "32", "--context", "16"]

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 import streamer
 from models.gpt2 import GPT
 from streamer.backends.thread import ThreadBackend
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
 from streamer.model.layers import find_layers
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import H200
+from streamer.planner.machine import H200
 from tests.reference import (
     VOCAB,
     assert_parity,

@@ -11,7 +11,7 @@ import streamer
 from models.gpt2 import GPT
 from streamer.app.config import load_config
 from streamer.app.plan.planning import plan_run
-from streamer.simulate.machine import MACHINES, named_machine
+from streamer.planner.machine import MACHINES, named_machine
 from tests.app.test_plan_command import SMALL
 
 SIZES = {"vocab_size": 256, "block_size": 32, "n_layer": 5, "n_head": 2, "n_embd": 64}

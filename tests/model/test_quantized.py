@@ -17,14 +17,14 @@ from torch import nn
 
 import streamer
 from streamer.backends.base import Lane
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped as handle_of
 from streamer.engine.unit import Unit
-from streamer.model.auto import skeleton
+from streamer.planner.machine import RTX_4090
 from streamer.planner.measure import Tracker
-from streamer.planner.step_plan import WORKING_SET, plan_step
+from streamer.planner.model import skeleton
+from streamer.planner.step import WORKING_SET, plan_step
 from streamer.quantized.bitsandbytes_private import blocks_go_on_in_rows
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import RTX_4090
 from tests.quantized import (
     KINDS,
     LAYERS,
@@ -159,16 +159,15 @@ def test_dequantization_is_in_the_time_of_a_plan(options: dict[str, Any], uses: 
 def test_layers_that_are_alike_are_planned_once(kind: str) -> None:
     from streamer.model.layers import find_layers
     from streamer.model.units import make_units
-    from streamer.planner.alike import Numbers, structure_of
+    from streamer.planner.layers import kind_of
 
     model = skeleton(llama(kind))
     assert {param.device.type for param in model.parameters()} == {"meta"}
     units, _ = make_units(model, find_layers(model, LAYERS), None)
-    numbers = Numbers()
-    assert len({structure_of(unit, numbers) for unit in units}) == 1
+    assert len({kind_of(unit) for unit in units}) == 1
     if kind == "bitsandbytes nf4":
         units[1].in_parts[0].param.quant_state.state2.blocksize = 128
-        assert len({structure_of(unit, numbers) for unit in units}) == 2
+        assert len({kind_of(unit) for unit in units}) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
-import random
-import statistics
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -28,58 +24,17 @@ from streamer.backends.disk import Disks, Scratch
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.handle import wrapped
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
-from streamer.model.auto import Batch, plan_of, skeleton
 from streamer.model.move_in import room_of
-from streamer.model.options import WrapOptions
-from streamer.planner.choice import Choice, Chosen, Options, choose, sizes_below
+from streamer.planner.choose import Choice, Chosen, choose, sizes_below
+from streamer.planner.machine import Machine, context_bytes
 from streamer.planner.measure import Tracker
-from streamer.planner.step_plan import CONTEXT, GAPS, WORKING_SET, Prediction, StepPlan, context_bytes
-from streamer.simulate.machine import Machine
-from streamer.store.ledger import SHARED, UNLIMITED, Room, lacks
+from streamer.planner.model import skeleton
+from streamer.planner.step import CONTEXT, GAPS, WORKING_SET, Prediction, StepPlan
+from streamer.store.ledger import SHARED, Room
 from tests.reference import VOCAB, assert_parity, batch, train, train_plain
 
-Table = dict[Choice, StepPlan]
 PREDICTION = Prediction(1.0, 1, {}, {Lane.H2D: 0.0})
-AUTO = "auto", "auto", "auto"
 PLENTY = Room(1 << 40, 1 << 40)
-
-
-def every(options: Options) -> set[Choice]:
-    """All that the short list is made of."""
-    kept = range(options.most_kept + 1)
-    among = itertools.product(options.policies, kept, options.num_slots, options.sizes)
-    return {options.choice(*combination) for combination in among}
-
-
-def excess(table: Table, options: Options, room: Room) -> float:
-    """How much longer the chosen step takes than the fastest in ``table`` that fits, as a share of it. Where
-    nothing fits, nothing may be chosen."""
-    fit = [plan.prediction.seconds for plan in table.values() if not lacks(plan.tiers(room))]
-    if not fit:
-        with pytest.raises(MemoryError, match="any options that 'auto' may choose; the nearest are '"):
-            choose(table.__getitem__, options, room)
-        return 0.0
-    chosen = choose(table.__getitem__, options, room)
-    assert chosen.plan is table[chosen.choice] and not lacks(chosen.plan.tiers(room))
-    assert len(chosen.considered) < 50
-    return chosen.plan.prediction.seconds / min(fit) - 1
-
-
-def rooms(table: Table, draw: random.Random, count: int) -> Iterator[Room]:
-    """Budgets at which something just fits, or just does not."""
-    device = sorted({plan.device_needed for plan in table.values()})
-    host = sorted({plan.host_total for plan in table.values()})
-    yield Room(device[-1], host[-1])
-    yield Room(device[0] - 1, host[-1])
-    for _ in range(count):
-        shared = draw.random() < 0.3
-        least = draw.choice(device) if shared else 0
-        yield Room(
-            draw.choice(device) - draw.randint(0, 1),
-            draw.choice([*host, host[-1]]) + least,
-            budget=draw.choice([UNLIMITED, UNLIMITED, draw.choice(device)]),
-            shared=shared,
-        )
 
 
 def test_what_a_step_needs_and_what_is_lacking() -> None:
@@ -101,45 +56,82 @@ def test_what_a_step_needs_and_what_is_lacking() -> None:
     assert needed == [191 - 70, 191, 191 + 50]
 
 
-# --- the short list ------------------------------------------------------------------------------------
+# --- the candidates ------------------------------------------------------------------------------------
 
 
-def made_up(layers: int, samples: int, draw: random.Random) -> tuple[Table, Options]:
-    """Plans of a machine whose copies, updates and compute are as uneven as it comes."""
-    slot, saved, work = (1000 * draw.randint(*most) for most in ((50, 200), (1, 60), (10, 400)))
-    graph = saved + 1000 * draw.randint(0, 300)
-    compute, bus, offload = draw.choice([0.1, 1, 10]), draw.choice([0.2, 1, 5]), draw.choice([0, 0.1, 1])
-    per_slice = draw.choice([0, 0.01, 0.5])
+def planned(choice: Choice, *, layers: int = 4, samples: int = 8) -> StepPlan:
+    """Bytes and seconds of a step by simple rules: a layer takes 100 bytes, its graph 60 and its input 10;
+    what is computed takes 40, or less in slices, each of which costs a hundredth of a second."""
+    size, slots = choice.micro_batch_size or samples, choice.num_slots or 2
+    saved = {"keep": 60 * layers, "recompute": 10 * layers, "recompute+offload": 20}[str(choice.activations)]
+    device = {
+        "weight slots": slots * 100,
+        "gradient slots": min(slots, 2) * 100,
+        "saved": saved,
+        "work": 40 * size // samples,
+    }
+    host = {"weights": 400, "saved": 5 * layers * (choice.activations == "recompute+offload")}
+    seconds = {"keep": 3.0, "recompute": 4.0, "recompute+offload": 4.5}[str(choice.activations)]
+    seconds += 0.01 * (samples / size - 1) + 0.1 * (layers - slots)
+    return StepPlan(device, {}, host, replace(PREDICTION, seconds=seconds), slots)
 
+
+ON_TWO = "auto", 2, "auto"
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "expected"),
+    [
+        (680, 420, Choice("keep", 2, None)),
+        (679, 420, Choice("recompute", 2, None)),
+        (480, 420, Choice("recompute", 2, None)),
+        # inputs in host memory: half of the batch at a time takes 20 bytes less
+        (479, 420, Choice("recompute+offload", 2, 4)),
+        (439, 420, Choice("recompute+offload", 2, 2)),
+        (425, 420, Choice("recompute+offload", 2, 1)),
+    ],
+)
+def test_the_fastest_candidate_that_fits_is_taken(device: int, host: int, expected: Choice) -> None:
+    chosen = choose(planned, ON_TWO, Room(device, host), layers=4, batch=8)
+    assert chosen.choice == expected
+    assert len(chosen.considered) == 3
+    assert {choice.activations for choice in chosen.considered} == {"keep", "recompute", "recompute+offload"}
+    (line,) = (line for line in chosen.lines() if "(chosen)" in line)
+    assert str(expected) in line
+    assert all(": the device lacks " in line for line in list(chosen.lines())[1:] if "keep" in line) or (
+        expected.activations == "keep"
+    )
+
+
+@pytest.mark.parametrize(("device", "host"), [(424, 420), (479, 419)])
+def test_where_no_candidate_fits_the_nearest_is_named(device: int, host: int) -> None:
+    match = (
+        r"any options that 'auto' may choose; the nearest are 'recompute(\+offload)?' in all layers, 2 slots"
+    )
+    with pytest.raises(MemoryError, match=match):
+        choose(planned, ON_TWO, Room(device, host), layers=4, batch=8)
+
+
+@pytest.mark.parametrize(("device", "slots"), [(680, 2), (779, 2), (780, 3), (900, 4)])
+def test_a_candidate_has_as_many_slots_as_fit(device: int, slots: int) -> None:
+    chosen = choose(planned, ("keep", "auto", None), Room(device, 400), layers=4, batch=8)
+    assert chosen.choice == Choice("keep", slots, None)
+    assert [*chosen.considered] == [chosen.choice], "that with two slots is not listed"
+
+
+def test_steps_in_three_digits_as_fast_are_told_apart_by_memory() -> None:
     def plan(choice: Choice) -> StepPlan:
-        names = choice.activations if isinstance(choice.activations, tuple) else [choice.activations] * layers
-        kept, away = names.count("keep"), names.count("recompute+offload")
-        size, slots = choice.micro_batch_size or samples, choice.num_slots
-        assert slots is not None
-        device = {
-            "weight slots": slots * slot,
-            "gradient slots": min(slots, 2) * slot,
-            "saved": kept * graph + (layers - kept - away) * saved + min(away, 2) * saved,
-            "work": work * size // samples + (slot if choice.micro_batch_size else 0),
-        }
-        busy = compute * (4 * layers - kept) + per_slice * (samples / size - 1)
-        seconds = max(busy, bus * (2 * layers - slots)) + (slots == 1) * busy / 5 + away * offload
-        prediction = Prediction(seconds, 1, {}, {Lane.H2D: seconds - busy})
-        return StepPlan(device, {}, {"weights": 4 * layers * slot, "saved": away * saved}, prediction, slots)
+        return replace(
+            planned(choice), prediction=replace(PREDICTION, seconds=1.0001 if choice[0] == "keep" else 1.0)
+        )
 
-    options = Options.of(AUTO, layers=layers, batch=samples)
-    return {choice: plan(choice) for choice in every(options)}, options
+    assert choose(plan, ON_TWO, PLENTY, layers=4, batch=8).choice.activations == "recompute+offload"
 
 
-def test_it_is_about_as_fast_as_what_an_exhaustive_search_finds() -> None:
-    found = []
-    for seed in range(16):
-        draw = random.Random(seed)
-        layers, samples = draw.randint(12, 20), draw.choice([8, 32, 64])
-        table, options = made_up(layers, samples, draw)
-        found += [excess(table, options, room) for room in rooms(table, draw, 8)]
-    assert statistics.mean(found) < 0.01
-    assert sorted(found)[int(0.95 * len(found))] < 0.06
+def test_options_that_are_not_auto_stay() -> None:
+    chosen = choose(planned, ("recompute", None, "auto"), Room(445, 400), layers=4, batch=8)
+    assert {choice[:2] for choice in chosen.considered} == {("recompute", None)}
+    assert chosen.choice == Choice("recompute", None, 1)
 
 
 def test_what_cuda_itself_takes_is_not_among_the_free_bytes() -> None:
@@ -159,58 +151,17 @@ def test_what_cuda_itself_takes_is_not_among_the_free_bytes() -> None:
     assert [tier.available - tier.needed for tier in plan.tiers(room)] == [100, 2000]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_something_is_chosen_wherever_something_fits(seed: int) -> None:
-    draw = random.Random(seed)
-    table, options = made_up(draw.randint(1, 5), draw.choice([1, 3, 8]), draw)
-    for room in rooms(table, draw, 8):
-        excess(table, options, room)
-
-
-def test_what_is_as_fast_is_told_by_a_simple_rule() -> None:
-    device = {"recompute": 10, "recompute+offload": 9, "keep": 20}
-
-    def plan(choice: Choice) -> StepPlan:
-        seconds = 1.0001 if choice.micro_batch_size is None else 1.0
-        return StepPlan(
-            {"all": device[str(choice.activations)] - (choice.micro_batch_size is not None)},
-            {},
-            {},
-            replace(PREDICTION, seconds=seconds),
-            2,
-        )
-
-    options = Options(1, ("recompute", "recompute+offload"), 1, (2,), (None, 2, 1))
-    # micro-batches take less memory, and are no faster in three digits
-    chosen = choose(plan, options, Room(15, 0))
-    assert chosen.choice == Choice("recompute+offload", 2, None)
-    assert list(chosen.lines())[1].endswith("'recompute+offload' in all layers, 2 slots (chosen)")
-    assert list(chosen.lines())[-1].endswith("micro-batches of 1: the device lacks 0.00 GiB")
-    assert choose(plan, options, PLENTY).choice == Choice("keep", 2, None)
-
-
-def test_what_cannot_be_cut_is_left_out_and_told() -> None:
-    table, options = made_up(3, 8, random.Random(1))
-
+def test_what_cannot_be_cut_is_left_out() -> None:
     def plan(choice: Choice) -> StepPlan:
         if choice.micro_batch_size is not None:
-            raise AmbiguousBatchError("it cannot be told: wrap with batch_dims={'mask': 0}")
-        return table[choice]
+            raise AmbiguousBatchError("wrap with batch_dims={'mask': 0}")
+        return planned(choice)
 
-    tight = Room(table[options.choice("recompute", 1, 2, None)].device_needed, 1 << 40)
-    chosen = choose(plan, options, tight)
-    assert chosen.choice.micro_batch_size is None
-    assert chosen.reason.endswith(
-        "Micro-batches are left out: it cannot be told: wrap with batch_dims={'mask': 0}"
-    )
-    with pytest.raises(AmbiguousBatchError, match="it cannot be told"):
-        choose(plan, replace(options, sizes=(4,)), tight)
-
-
-def test_the_last_layers_are_those_that_are_kept() -> None:
-    options = Options.of(AUTO, layers=3, batch=1)
-    kept = [options.choice("recompute", count, 2, None).activations for count in (0, 1, 3)]
-    assert kept == ["recompute", ("recompute", "recompute", "keep"), "keep"]
+    chosen = choose(plan, ON_TWO, Room(480, 400), layers=4, batch=8)
+    assert chosen.choice == Choice("recompute", 2, None)
+    assert chosen.reason.endswith(". Micro-batches are left out: wrap with batch_dims={'mask': 0}")
+    with pytest.raises(AmbiguousBatchError, match="wrap with batch_dims"):
+        choose(plan, ("auto", 2, 4), Room(480, 400), layers=4, batch=8)
 
 
 def test_slices_are_not_too_many() -> None:
@@ -229,8 +180,7 @@ class Terminal(io.StringIO):
 def test_a_bar_counts_the_plans_on_a_terminal(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = Terminal() if is_terminal else io.StringIO()
     monkeypatch.setattr("sys.stderr", stderr)
-    table, options = made_up(2, 1, random.Random(0))
-    choose(table.__getitem__, options, PLENTY)
+    choose(planned, ON_TWO, PLENTY, layers=2, batch=1)
     assert ("'auto': 0 plans" in stderr.getvalue()) is is_terminal
     assert is_terminal or not stderr.getvalue()
 
@@ -253,38 +203,7 @@ class Stack(nn.Module):
 
 
 MATRIX = 4.0 * 32 * 32
-#: A copy of a layer takes as long as its forward on 1024 samples, or on 16.
-MACHINES = [
-    Machine("slow bus", 2048 * MATRIX / 4, MATRIX, MATRIX, 7 * MATRIX, 1 << 40, 1 << 40),
-    Machine(
-        "fast bus", 2 * 16 * MATRIX / 4, MATRIX, MATRIX, MATRIX, 1 << 40, 1 << 40, "cpu", seconds_per_op=0.1
-    ),
-]
-OPTIONS = WrapOptions(
-    layers="layers",
-    dtype=None,
-    num_slots="auto",
-    activations="auto",
-    micro_batch_size="auto",
-    batch_dims=None,
-    update="step",
-    grad_dtype=torch.float32,
-    host_threads=1,
-    init=None,
-    compile=False,
-    device_memory="1kB",
-)
-
-
-@pytest.mark.parametrize("machine", MACHINES, ids=["slow bus", "fast bus"])
-def test_it_is_about_as_fast_as_what_an_exhaustive_search_of_plans_finds(machine: Machine) -> None:
-    options = Options.of(AUTO, layers=3, batch=1)
-    if machine is MACHINES[0]:
-        options = replace(options, sizes=(None, 32))
-    plan = plan_of(skeleton(Stack()), machine, Batch.like(torch.empty(128, 32)), OPTIONS)
-    table = {choice: plan(choice) for choice in every(options)}
-    for room in rooms(table, random.Random(0), 60):
-        assert excess(table, options, room) < 0.01
+CPU = Machine("cpu", 2 * 16 * MATRIX / 4, MATRIX, MATRIX, MATRIX, 1 << 40, 1 << 40, "cpu", seconds_per_op=0.1)
 
 
 def test_a_skeleton_has_shapes_and_ties_but_no_values() -> None:
@@ -365,7 +284,7 @@ def test_batch_dims_go_with_micro_batches_alone(config: Config) -> None:
     streamer.unwrap(model)
     assert chosen.choice.micro_batch_size is None
     given = with_options(config, stream={"micro_batch_size": "auto", "batch_dims": {"x": 0}})
-    settled, _ = settle(given, replace(MACHINES[1], host_bytes=1 << 34))
+    settled, _ = settle(given, replace(CPU, host_bytes=1 << 34))
     assert (settled.stream.micro_batch_size, settled.stream.batch_dims) == (None, None)
 
 
@@ -518,7 +437,7 @@ class Lookup(Stack):
         ),
         ({"example": torch.zeros(4, 17).long()}, r"example: the model cannot run on a batch like it \(.+\)"),
         ({"machine": "rtx-4091"}, r"there is no machine 'rtx-4091': did you mean rtx-4090, .*\? known are"),
-        ({"machine": 3}, "machine=3: give the name of one, or a streamer.simulate.machine.Machine"),
+        ({"machine": 3}, "machine=3: give the name of one, or a streamer.planner.machine.Machine"),
         ({"activations": "automatic"}, "activations='automatic' is unknown: use one of"),
         ({"num_slots": "automatic"}, "num_slots='automatic': it must be an integer of 1 or more"),
         ({"layers": "transformer.x"}, "layers='transformer.x': there is no such module"),
@@ -535,7 +454,7 @@ def test_what_cannot_be_chosen_is_one_clear_line(options: dict[str, Any], messag
 
 
 def test_what_has_no_values_is_refused_before_it_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamer.model.auto.plan_step", lambda *args: pytest.fail("it was planned"))
+    monkeypatch.setattr("streamer.planner.model.plan_step", lambda *args: pytest.fail("it was planned"))
     with torch.device("meta"):
         model = gpt(2)
     with pytest.raises(ValueError, match=r"is on the meta device and has no values: give wrap\(init="):
@@ -577,7 +496,7 @@ def config(tmp_path: Path) -> Config:
 
 
 def test_a_config_is_settled_for_a_machine(config: Config) -> None:
-    machine = replace(MACHINES[1], host_bytes=PROCESS_BYTES + (1 << 30), device_bytes=600_000)
+    machine = replace(CPU, host_bytes=PROCESS_BYTES + (1 << 30), device_bytes=600_000)
     settled, chosen = settle(config, machine)
     assert chosen is not None
     assert settled.stream == replace(
@@ -598,7 +517,7 @@ def test_a_config_is_settled_with_parts_of_layers(config: Config) -> None:
         data={"context": 4, "batch_size": 1},
         stream={"activations": "recompute", "num_slots": "auto", "device_memory": "900kB"},
     )
-    machine = replace(MACHINES[1], host_bytes=PROCESS_BYTES + (1 << 30), device_bytes=1 << 30)
+    machine = replace(CPU, host_bytes=PROCESS_BYTES + (1 << 30), device_bytes=1 << 30)
     with pytest.raises(ConfigError, match=r"or stream parts of layers \(stream.layers takes globs\)"):
         settle(config, machine)
     settled, chosen = settle(with_options(config, stream={"layers": PARTS}), machine)

@@ -17,13 +17,16 @@ import streamer
 from models.gpt2 import GPT
 from streamer.backends.base import PIECE_BYTES, Backend
 from streamer.backends.thread import ThreadBackend
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
 from streamer.engine.paging.executor import Executor
+from streamer.planner.layers import measure_kinds
+from streamer.planner.machine import GIB, Machine
 from streamer.planner.measure import Tracker
-from streamer.planner.recall import Recollection, recall_layers
-from streamer.planner.step_plan import (
+from streamer.planner.step import (
     BESIDE,
     GAPS,
+    ROUNDING,
     SAVED,
     WORKING_SET,
     WORKSPACES,
@@ -32,8 +35,6 @@ from streamer.planner.step_plan import (
     plan_step,
     predict_step,
 )
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import GIB, Machine
 
 CPU = Machine("cpu", 1e12, 1e10, 1e10, 1e10, 1 << 40, 1 << 40, kind="cpu")
 CUDA = replace(CPU, name="cuda", kind="cuda")
@@ -160,12 +161,11 @@ def begin_plain(
 def plan_plain(
     layers: Iterable[Callable[[], nn.Module]],
     batch: tuple[int, int],
-    recollection: Recollection | None = None,
     **options: Any,
 ) -> StepPlan:
     """The plan of a forward and a backward of `begin_plain`."""
     executor, forward = begin_plain(layers, batch, **options)
-    return plan_step(executor, lambda: forward().sum().backward(), recollection)
+    return plan_step(executor, lambda: forward().sum().backward())
 
 
 def measured_peak(build: Callable[[], nn.Module], layers: str, **options: Any) -> int:
@@ -226,14 +226,14 @@ def test_the_plan_holds_what_a_step_holds(name: str, options: dict[str, Any]) ->
     # the real layers of "gpt" take the longest: it meets two options
     [*covering(["shares", "mixed"]), *covering(["gpt"])[:2]],
 )
-def test_recalled_layers_take_what_each_of_them_takes(name: str, options: dict[str, Any]) -> None:
+def test_one_layer_of_each_kind_counts_for_all(name: str, options: dict[str, Any]) -> None:
     build, layers = MODELS[name]
 
-    def figures(*, recall: bool) -> tuple[Any, ...]:
+    def figures(*, once: bool) -> tuple[Any, ...]:
         executor, step = begin(build, VirtualBackend(CUDA), layers, **options)
         tracker = StepTracker(executor)
-        if recall:
-            recall_layers(executor, tracker, Recollection())
+        if once:
+            measure_kinds(executor, tracker)
         with tracker:
             prediction = predict_step(executor, step)
         seconds = [
@@ -243,27 +243,28 @@ def test_recalled_layers_take_what_each_of_them_takes(name: str, options: dict[s
         ]
         return seconds, (prediction.flops, tracker.peak, executor.saved.peak, executor.host_bytes())
 
-    recalled, run = figures(recall=True), figures(recall=False)
-    assert recalled[1] == run[1]
+    counted, run = figures(once=True), figures(once=False)
+    assert counted[1] == run[1]
     # they are added up in another order
-    assert recalled[0] == pytest.approx(run[0], rel=1e-9)
+    assert counted[0] == pytest.approx(run[0], rel=1e-9)
 
 
+@pytest.mark.parametrize("batch", [4, 12, 13])
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
-def test_slices_that_are_recalled_take_no_more_while_they_run(activations: str) -> None:
+def test_slices_that_are_counted_take_as_much_as_those_that_run(activations: str, batch: int) -> None:
     """With no backward after it, whose peak would hide that of the forward."""
 
-    def figures(*, recall: bool) -> tuple[int, int]:
-        options: dict[str, Any] = {"activations": activations, "micro_batch_size": 1}
-        executor, forward = begin_plain([partial(Tanh, 16)] * 2, (6, 16), **options)
+    def figures(*, once: bool) -> tuple[int, int]:
+        options: dict[str, Any] = {"activations": activations, "micro_batch_size": 2}
+        executor, forward = begin_plain([partial(Tanh, 16)] * 2, (batch, 16), **options)
         tracker = StepTracker(executor)
-        if recall:
-            recall_layers(executor, tracker, Recollection())
+        if once:
+            measure_kinds(executor, tracker)
         with tracker:
             forward()
         return tracker.peak, executor.saved.peak
 
-    assert figures(recall=True) == figures(recall=False)
+    assert figures(once=True) == figures(once=False)
 
 
 def test_layers_that_are_alike_run_once() -> None:
@@ -279,28 +280,10 @@ def test_layers_that_are_alike_run_once() -> None:
         plan_plain([partial(Counts, 8, 8)] * count, (batch, 8), **options)
         return len(runs)
 
-    # the first layer and all others, forward alone and with a backward
+    # the first layer and all others: forward alone, and with a backward, which runs it again
     assert planned(12) == planned(6) <= 6
-    # the first three slices, and the last, which is shorter
-    assert planned(6, 21, micro_batch_size=2) == planned(6, 41, micro_batch_size=2) <= 24
-    # copies of a model, whatever their slots
-    recollection = Recollection()
-    assert planned(6, recollection=recollection)
-    assert planned(6, recollection=recollection, num_slots=4) == 0
-    assert planned(6, 5, recollection=recollection)
-
-
-def test_plans_of_one_recollection_are_those_of_their_own() -> None:
-    """Of copies of a model that differ in how they cut the same batch."""
-
-    def plan(recollection: Recollection, size: int | None) -> tuple[Any, ...]:
-        made = plan_plain([partial(Tanh, 32)] * 2, (8, 32), recollection, micro_batch_size=size)
-        return made.device_bytes, made.prediction.flops
-
-    one, sizes = Recollection(), (None, 2, 1)
-    shared = [plan(one, size) for size in sizes]
-    assert shared == [plan(Recollection(), size) for size in sizes]
-    assert all(shared.count(made) == 1 for made in shared), "there is something to confuse"
+    # two slices and three, and the last, which is shorter
+    assert planned(6, 21, micro_batch_size=2) == planned(6, 41, micro_batch_size=2) <= 2 * 3 * (3 + 4)
 
 
 def test_layers_that_differ_in_a_number_are_told_apart() -> None:
@@ -338,7 +321,9 @@ def test_owners_of_a_step_by_hand() -> None:
     assert plan.device_bytes["weight slots"] == plan.device_bytes["gradient slots"] == 2 * matrix
     # what the user gave was there before; of the layers' results two are saved as inputs of the next
     assert plan.device_bytes[SAVED] == 3 * hidden
-    comes_and_goes = plan.device_total - 4 * matrix - plan.device_bytes[WORKSPACES]
+    rounding = plan.device_bytes[ROUNDING]
+    comes_and_goes = plan.device_total - 4 * matrix - plan.device_bytes[WORKSPACES] - rounding
+    assert rounding == (comes_and_goes + plan.device_bytes[WORKSPACES]) // 32
     assert plan.reserve[GAPS] == comes_and_goes // 8 + PIECE_BYTES
     assert plan.host_bytes == {"weights": 3 * matrix, "gradients": 3 * matrix}
 

@@ -18,10 +18,10 @@ import streamer
 from models.gpt2 import GPT
 from streamer.backends.base import Backend
 from streamer.backends.thread import ThreadBackend
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
 from streamer.optim.state import parse_state_dtype
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import GIB, Machine
+from streamer.planner.machine import GIB, Machine
 from streamer.store.ledger import least_moments
 from streamer.store.purposes import MOMENTS, SAVED_INPUTS, SUMS, host_bytes
 

@@ -20,16 +20,16 @@ from transformers.core_model_loading import Interleave, Transpose
 
 import streamer
 from streamer.backends.base import Lane
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
 from streamer.errors import CheckpointError
-from streamer.planner.step_plan import plan_step
+from streamer.planner.machine import RTX_4090
+from streamer.planner.step import plan_step
 from streamer.pretrained.files import Stored, stored_tensors
 from streamer.pretrained.match import Source
 from streamer.pretrained.quantized_files import StoredQuantized, StoredStack, with_quantized
 from streamer.quantized.bitsandbytes_private import values_of_4_bits
 from streamer.quantized.parts import composite_of
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import RTX_4090
 from tests.model_folders import rewritten
 from tests.pretrained.experts import (
     ATTENTION,

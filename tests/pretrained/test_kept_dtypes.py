@@ -27,7 +27,7 @@ from streamer.app.plan.planning import plan_run
 from streamer.app.run.build import build_model, without_values
 from streamer.app.run.space import space_of
 from streamer.engine.handle import home_of, wrapped
-from streamer.simulate.machine import RTX_4090
+from streamer.planner.machine import RTX_4090
 from tests import tiny_llama
 from tests.model_folders import FILE, differing, load, rewritten
 from tests.reference import VOCAB

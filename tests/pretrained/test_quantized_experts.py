@@ -18,12 +18,12 @@ from transformers.core_model_loading import Interleave
 
 import streamer
 from streamer.backends.base import Lane
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
-from streamer.planner.step_plan import StepPlan, plan_step
+from streamer.planner.machine import RTX_4090
+from streamer.planner.step import StepPlan, plan_step
 from streamer.pretrained.quantize import SCHEMES
 from streamer.quantized.parts import composite_of
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import RTX_4090
 from tests.model_folders import rewritten
 from tests.pretrained.experts import (
     ATTENTION,

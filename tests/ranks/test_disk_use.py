@@ -21,10 +21,10 @@ import torch.distributed as dist
 import streamer
 from streamer.backends.base import DISKS, Lane
 from streamer.backends.direct_io import System
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
-from streamer.planner.step_plan import plan_step
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import Machine
+from streamer.planner.machine import Machine
+from streamer.planner.step import plan_step
 from streamer.store import on_disk
 from streamer.store.purposes import of_all_ranks
 from tests.pretrained import test_in_place as in_place

@@ -14,10 +14,10 @@ import torch
 
 import streamer
 from streamer.backends.base import Lane
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
-from streamer.planner.step_plan import StepPlan, plan_step, predict_step
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import BY_HOST, BY_PCIE, NVLINK, Machine
+from streamer.planner.machine import BY_HOST, BY_PCIE, NVLINK, Machine
+from streamer.planner.step import StepPlan, plan_step, predict_step
 from streamer.store.purposes import OF_EACH_RANK
 from tests.ranks.common import run_ranks
 from tests.ranks.programs import backward, everyone, model

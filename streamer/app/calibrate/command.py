@@ -23,10 +23,10 @@ from streamer.app.run.build import stream_options, without_values
 from streamer.backends.base import DISKS, Backend
 from streamer.backends.disk import Scratch
 from streamer.backends.select import backend_for
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
 from streamer.errors import DiskError
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import CUDA, RTX_4090, Beside, Machine, gpu_properties
+from streamer.planner.machine import CUDA, RTX_4090, Beside, Machine, gpu_properties
 from streamer.store.layout import Param
 
 #: Rounds at most, and the seconds after which no more begin.
@@ -143,6 +143,7 @@ def machine_of(found: Found, backend: Backend) -> Machine:
         Machine(device_name(backend.device), 1.0, 1.0, 1.0, 1.0, device_bytes, host_bytes),
         kind=backend.device.type,
         beside=beside,
+        calibrated=True,
         **medians,
     )
     return gpu_properties(machine, backend.device) if machine.kind == CUDA else machine

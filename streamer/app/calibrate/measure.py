@@ -25,7 +25,7 @@ import streamer_native as native
 from streamer.backends.base import COPIES, Backend, Event, Lane, Span
 from streamer.backends.disk import Disks, Extent, Scratch
 from streamer.optim.update import ParamUpdate, UnitUpdate, update_shard
-from streamer.simulate.cost import Operations
+from streamer.planner.cost import Operations
 from streamer.store.host import HostStore
 from streamer.store.layout import Layout, Param
 from streamer.store.purposes import FP32, GRADIENTS, MOMENTS

@@ -5,7 +5,7 @@ for other batches, and for the options that it leaves to be chosen.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import streamer
-from streamer.app.config import Config, ConfigError, MemoryConfig, StreamConfig, in_keys
+from streamer.app.config import Config, ConfigError, StreamConfig, in_keys
 from streamer.app.run.build import (
     build_optimizer,
     from_files,
@@ -27,28 +27,26 @@ from streamer.app.run.build import (
 )
 from streamer.app.run.flops import model_flops_per_token
 from streamer.app.run.loop import TokenLoss, step_on
-from streamer.app.run.ranks import check_ranks, least_batch
+from streamer.app.run.ranks import check_ranks
 from streamer.app.run.space import Space, space_of
 from streamer.backends.base import DISKS
 from streamer.backends.disk import Disks, Scratch
 from streamer.backends.select import backend_for
+from streamer.backends.virtual import VirtualBackend, VirtualScratch
 from streamer.engine.handle import wrapped
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.schedule.trace import Trace
-from streamer.model.auto import machine_of, one_line
 from streamer.model.layers import find_layers
 from streamer.model.move_in import room_of
-from streamer.model.options import folders_of, parse_bytes
-from streamer.planner.choice import AUTO, WAITING, Choice, Chosen, Options, PlanOf, choose, may_be_auto
-from streamer.planner.recall import Recollection
-from streamer.planner.step_plan import StepPlan, context_bytes, plan_step, uncollected
+from streamer.model.options import AUTO, folders_of, parse_bytes
+from streamer.planner.choose import Choice, Chosen, PlanOf, choose, may_be_auto
+from streamer.planner.machine import CPU, Machine, context_bytes
+from streamer.planner.model import machine_of, one_line
+from streamer.planner.step import StepPlan, plan_step, uncollected
 from streamer.pretrained.architecture import is_quantized_folder
 from streamer.pretrained.files import has_weights
 from streamer.quantized.parts import values_in
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.disks import VirtualScratch
-from streamer.simulate.machine import CPU, Machine
-from streamer.store.ledger import UNLIMITED, Ledger, Room, limit_of
+from streamer.store.ledger import UNLIMITED, Ledger, Room, Tier, limit_of
 
 #: Bytes of host memory that Python and its libraries take: a round figure, not a measurement.
 PROCESS, PROCESS_BYTES = "Python and its libraries", 1 << 30
@@ -149,6 +147,21 @@ class RunPlan:
         return self.room.host_tier(sum(self.host_bytes.values()), self.device_needed).needed
 
     @property
+    def tiers(self) -> list[Tier]:
+        """Bytes that are needed and that there are, of each memory with a limit."""
+        return [*self.step.device_tiers(self.room), *self.step.host_tiers(self.room, self.device_needed)]
+
+    @property
+    def lack(self) -> int:
+        """Bytes that are lacking in all; the layers alone may be too large for the device."""
+        return sum(self.lacking.values()) + (self.refused is not None)
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether less than a tenth of host memory is left for the system."""
+        return self.fits and self.host_needed > 0.9 * self.machine.host_bytes
+
+    @property
     def fits_device(self) -> bool:
         """Whether the device has room, and the budget too."""
         return self.refused is None and "device" not in self.lacking
@@ -191,9 +204,8 @@ class RunPlan:
 
 
 @uncollected()
-def plan_run(config: Config, machine: Machine, recollection: Recollection | None = None) -> RunPlan:
-    """Plan a step of ``config`` on ``machine``, with the loop's own code, without data. Plans of one model
-    are made faster with one ``recollection``.
+def plan_run(config: Config, machine: Machine) -> RunPlan:
+    """Plan a step of ``config`` on ``machine``, with the loop's own code, without data.
 
     Raises ConfigError for a config that cannot be run, and for a model that cannot run without values.
     """
@@ -201,22 +213,20 @@ def plan_run(config: Config, machine: Machine, recollection: Recollection | None
     options = wrap_options(config)
     in_memory = options | {"host_memory": None, "disk": None}
     if config.memory.disk is None:
-        return _plan_with(in_memory, config, machine, recollection)
+        return _plan_with(in_memory, config, machine)
     room = max(1, room_on(machine, config).host_room())
     try:
-        found = _plan_with(options | {"host_memory": room}, config, machine, recollection)
+        found = _plan_with(options | {"host_memory": room}, config, machine)
         if found.step.host_beside and found.step.host_total > room:
             room = max(1, room - found.step.host_beside)
-            found = _plan_with(options | {"host_memory": room}, config, machine, recollection)
+            found = _plan_with(options | {"host_memory": room}, config, machine)
         return found
     except MemoryError as error:
-        plan = _plan_with(in_memory, config, machine, recollection)
+        plan = _plan_with(in_memory, config, machine)
         return replace(plan, beyond_disk=in_keys(str(error).partition("\n")[0]))
 
 
-def _plan_with(
-    options: Mapping[str, Any], config: Config, machine: Machine, recollection: Recollection | None
-) -> RunPlan:
+def _plan_with(options: Mapping[str, Any], config: Config, machine: Machine) -> RunPlan:
     """A plan with these ``options`` of `streamer.wrap`; MemoryError if their ``host_memory`` is too small."""
     refused = None
     try:
@@ -224,7 +234,7 @@ def _plan_with(
     except MemoryError as error:
         refused = in_keys(str(error).partition("\n")[0])
         model = _wrapped({**options, "device_memory": None}, config, machine)
-    return _plan(config, machine, model, refused, recollection)
+    return _plan(config, machine, model, refused)
 
 
 def _wrapped(options: Mapping[str, Any], config: Config, machine: Machine) -> nn.Module:
@@ -269,7 +279,6 @@ def _plan(
     machine: Machine,
     model: nn.Module,
     refused: str | None,
-    recollection: Recollection | None,
 ) -> RunPlan:
     try:
         optimizer = build_optimizer(config.optimizer, model)
@@ -287,7 +296,7 @@ def _plan(
     model.train()
     step = partial(step_on, config, model, optimizer, TokenLoss(model), (tokens, tokens, *positions))
     try:
-        plan = plan_step(executor, step, recollection)
+        plan = plan_step(executor, step)
     except (NotImplementedError, RuntimeError) as error:
         raise ConfigError(_without_values(error)) from error
     except (ValueError, IndexError, TypeError) as error:
@@ -324,120 +333,17 @@ def with_options(config: Config, **sections: Mapping[str, Any]) -> Config:
     return replace(config, **changed)
 
 
-#: What the batches of the table are of the config's.
-SHARES = (0.25, 0.5, 1, 2, 4)
-#: How often a batch that turned out to be too large is made smaller by a twentieth.
-TRIES = 8
-#: The largest batch that is looked for is so many times the largest of the table.
-FURTHEST = 16
-
-
-def batches(config: Config, plan_of: RunPlanOf) -> Iterator[RunPlan]:
-    """Plans of ``config`` with smaller and larger batches, and with its own, in the order of their sizes."""
-    own, least = config.data.batch_size, least_batch(config, plan_of(config).machine.ranks)
-    for size in sorted({max(least, int(own * share)) for share in SHARES}):
-        yield plan_of(config if size == own else with_batch(config, size))
-
-
-def with_batch(config: Config, batch_size: int) -> Config:
-    """``config`` with another batch, and no more slots than it asks for: more of them than two give way to a
-    larger batch."""
-    return replace(
-        with_options(config, data={"batch_size": batch_size}),
-        stream=replace(config.stream, num_slots=config.stream.num_slots or 2),
-    )
-
-
-def largest_batch(plan: RunPlan, batches: Sequence[RunPlan], plan_of: RunPlanOf) -> RunPlan | None:
-    """The plan of the largest batch that fits, give or take a twentieth; None where not even one sequence
-    does. What a batch takes grows evenly with it, so two of ``batches``, of rising sizes, tell it, and one
-    more plan is held against it.
-    """
-    alike = [one for one in batches if one.config.stream.num_slots is not None]
-    fitting = sum(one.fits for one in alike)
-    # the last that fits and the first that does not
-    small, large = alike[max(0, min(fitting, len(alike) - 1) - 1) :][:2]
-    batch = _estimate(small, large)
-    for _ in range(TRIES):
-        if batch < least_batch(plan.config, plan.machine.ranks):
-            return None
-        found = plan_of(with_batch(plan.config, batch))
-        if found.fits:
-            return found
-        batch -= max(1, batch // 20)
-    return None
-
-
-def is_furthest(plan: RunPlan, batches: Sequence[RunPlan]) -> bool:
-    """Whether no larger one was looked for."""
-    return plan.config.data.batch_size >= FURTHEST * batches[-1].config.data.batch_size
-
-
-def _estimate(small: RunPlan, large: RunPlan) -> int:
-    """The batch at which the line through both meets what there is of the device or of the host."""
-    sizes = small.config.data.batch_size, large.config.data.batch_size
-    budget = min(small.room.budget, small.machine.device_bytes)
-    sides = [
-        (small.step.allocated, large.step.allocated, budget),
-        (small.device_needed, large.device_needed, small.machine.device_bytes),
-        (small.host_needed, large.host_needed, small.machine.host_bytes),
-        (small.step.host_total, large.step.host_total, small.room.host_limit),
-    ]
-    most = FURTHEST * sizes[1]
-    for low, high, room in sides:
-        each = (high - low) / (sizes[1] - sizes[0])
-        if each > 0:
-            most = min(most, int(sizes[0] + (room - low) / each))
-        elif low > room:
-            return 0
-    return most
-
-
-def waiting_for_disk(plan: RunPlan, plan_of: RunPlanOf) -> float:
-    """How much shorter a step would be with all in host memory, as a share of it.
-
-    Seconds that are exposed by lane do not tell this: an update that waits in its lane behind one that waits
-    for the disk is blamed on its lane.
-    """
-    in_memory = plan_of(replace(plan.config, memory=MemoryConfig()))
-    return 1 - in_memory.step.prediction.seconds / plan.step.prediction.seconds
-
-
-def least_batch_that_hides_disk(plan: RunPlan, plan_of: RunPlanOf) -> RunPlan | None:
-    """``plan`` if its step takes as long as one with all in host memory, else the plan of the smallest larger
-    batch, give or take a tenth, whose step does; None where no batch up to `FURTHEST` times as large does.
-
-    A larger batch computes longer, and moves no more to and from disk.
-    """
-
-    def is_hidden(one: RunPlan) -> bool:
-        return one.beyond_disk is None and waiting_for_disk(one, plan_of) <= WAITING
-
-    def with_size(size: int) -> RunPlan:
-        return plan_of(with_batch(plan.config, size))
-
-    if plan.beyond_disk is not None:
-        return None
-    if is_hidden(plan):
-        return plan
-    low = high = plan.config.data.batch_size
-    while not is_hidden(found := with_size(high := 2 * high)):
-        low = high
-        if high >= FURTHEST * plan.config.data.batch_size:
-            return None
-    while high - low > max(1, high // 10):
-        size = (low + high) // 2
-        if is_hidden(tried := with_size(size)):
-            found, high = tried, size
-        else:
-            low = size
-    return found
+def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
+    """``config`` with other values of some keys, ``section.key``."""
+    for key, value in changes.items():
+        section, name = key.split(".")
+        config = with_options(config, **{section: {name: value}})
+    return config
 
 
 def settle(
     config: Config,
     machine: Machine | None = None,
-    recollection: Recollection | None = None,
     *,
     ranks: int = 1,
     machines: int = 1,
@@ -446,8 +352,7 @@ def settle(
     that is "auto", and why each was chosen, or None if nothing was to be chosen.
 
     ``machine`` has the rates and the sizes. None is this one with ``ranks``, of so many ``machines``: the
-    sizes are then what is free now, and the rates those that `streamer.wrap` would take. ``recollection`` is
-    that of other plans of it.
+    sizes are then what is free now, and the rates those that `streamer.wrap` would take.
     Raises ConfigError for a config that cannot be run, and where nothing fits.
     """
     stream, asked = config.stream, may_be_auto(config.stream)
@@ -460,9 +365,7 @@ def settle(
         room = replace(room, host_limit=limit_of(parse_bytes("host_memory", config.memory.host)))
         layers = find_layers(without_values(config.model, config.lora), stream.layers)
         batch = -(-config.data.pass_size // machine.ranks)
-        among = Options.of(asked, layers=len(layers), batch=batch)
-        recollection = recollection or Recollection()
-        chosen = choose(_plan_of(config, machine, recollection), among, room)
+        chosen = choose(_plan_of(config, machine), asked, room, layers=len(layers), batch=batch)
     except (TypeError, ValueError, MemoryError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError.of("[stream]", error) from error
     return with_options(config, stream=chosen.choice.options()), chosen
@@ -475,14 +378,14 @@ def without_auto(config: Config) -> Config:
     return with_options(config, stream=changed)
 
 
-def _plan_of(config: Config, machine: Machine, recollection: Recollection) -> PlanOf:
+def _plan_of(config: Config, machine: Machine) -> PlanOf:
     """What plans a choice."""
 
     def plan(choice: Choice) -> StepPlan:
         # what fits is seen to by whoever chooses
         of_choice = with_options(config, stream=choice.options() | {"device_memory": None})
         try:
-            return plan_run(of_choice, machine, recollection).step
+            return plan_run(of_choice, machine).step
         except ConfigError as error:
             if isinstance(error.__cause__, AmbiguousBatchError):
                 raise error.__cause__ from None

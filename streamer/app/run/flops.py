@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamer.planner.machine import peak_flops
 from streamer.quantized.parts import shape_of, values_in
-from streamer.simulate.machine import peak_flops
 
 #: FLOPs of a parameter and a token: forward, and in backward the gradient of what goes in. The third
 #: product, of the parameter's own gradient, is for what is trained.

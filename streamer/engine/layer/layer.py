@@ -427,6 +427,9 @@ class LayerCall:
             run.held = None
 
 
+MakeCall = Callable[[Executor, Call, Policy, BatchSlices | None], LayerCall]
+
+
 class _Layer(torch.autograd.Function):
     """A streamed layer in the user's graph: tensors in, tensors out.
 
@@ -482,14 +485,14 @@ class StreamedLayer:
         self._unit = unit
         setattr(self, HAD, unit.module.__dict__.get("forward"))
         self._policy = policy
-        self._call_kind = LayerCall
+        self._make_call: MakeCall = LayerCall
         self._micro_batches = micro_batches
         self._forward = forward
         self._plain: Forward = unit.module.forward
 
-    def visit_as(self, kind: type[LayerCall]) -> None:
-        """Let calls of the layer be of another kind."""
-        self._call_kind = kind
+    def call_as(self, call: MakeCall) -> None:
+        """Let ``call`` build the calls of the layer, as a plan's are."""
+        self._make_call = call
 
     @never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -510,7 +513,7 @@ class StreamedLayer:
         inputs, rebuild = flatten((args, kwargs, tuple(each.param for each in unit.shared)))
         refuse_dual(unit.name, inputs)
         cut = self._micro_batches.cut(args, kwargs, inputs)
-        call = self._call_kind(executor, Call(unit, forward, rebuild), self._policy, cut)
+        call = self._make_call(executor, Call(unit, forward, rebuild), self._policy, cut)
         phase = Phase.FORWARD if require_grad(inputs) or require_grad(unit.params) else Phase.FROZEN
         with executor.lock:
             executor.check_thread(call.thread)

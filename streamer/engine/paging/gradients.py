@@ -214,15 +214,11 @@ class Gradients:
         """The sum of squares of ``gradient``, which has those of the trainable parameters that are ``used``;
         that of ranks is taken when they have averaged it. Part of the unit's backward."""
         if self._across.ranks.is_alone:
-            return self.squares_of(unit, gradient, used)
+            return sum_squares(unit.layout, gradient, used)
         for slice, is_used in zip(unit.layout.trainable, used, strict=True):
             if not is_used:
                 slice.view(gradient).zero_()
         return gradient[:0]
-
-    def squares_of(self, unit: Unit, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
-        """The sum of squares of a unit's gradients: an fp32 scalar on the device."""
-        return sum_squares(unit.layout, gradient, used)
 
     @as_plain
     def copy_out(

@@ -24,10 +24,10 @@ from streamer.backends.base import Lane
 from streamer.backends.direct_io import System
 from streamer.backends.disk import Disks, Scratch
 from streamer.backends.thread import ThreadBackend
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
 from streamer.errors import DiskError
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import CPU, Machine
+from streamer.planner.machine import CPU, Machine
 from streamer.store.on_disk import RING
 from streamer.store.weights_on_disk import WEIGHT_BUFFERS
 from tests.on_disk import Model, a_step, adamw, copied, disks, end_of, least_budget, loss_of, small_chunks

@@ -17,6 +17,7 @@ from bench.least_bytes import Cycle, inference, least_bytes, training
 from bench.residency import moved_in_inference, moved_in_training
 from streamer.backends.base import Event, Lane
 from streamer.backends.thread import ThreadBackend
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
 from streamer.engine.paging.device_memory import DeviceMemory
 from streamer.engine.paging.pager import WeightSlots
@@ -25,8 +26,7 @@ from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import Op, OpKind, Place
 from streamer.engine.schedule.order import Phase, Visit
 from streamer.engine.tensors.saved import SavedBytes
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import H200
+from streamer.planner.machine import H200
 from tests.reference import (
     LossOf,
     assert_parity,

@@ -18,11 +18,11 @@ import streamer
 from streamer.backends.base import SPECIAL, Event, Lane, Span
 from streamer.backends.disk import Disks, Scratch
 from streamer.backends.thread import ThreadBackend
+from streamer.backends.virtual import VirtualEvent
 from streamer.engine.handle import wrapped
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Hazards, Issuer
 from streamer.engine.schedule.op import ROOT, Op, OpKind, Place
-from streamer.simulate.clock import VirtualEvent
 
 # --- one edge at a time -------------------------------------------------------------------------------
 

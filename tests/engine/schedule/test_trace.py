@@ -13,10 +13,10 @@ import pytest
 
 from streamer.backends.base import Event, Lane, Span
 from streamer.backends.thread import HostEvent
+from streamer.backends.virtual import VirtualEvent
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.op import Op
 from streamer.engine.schedule.trace import Interval, Record, Trace
-from streamer.simulate.clock import VirtualEvent
 
 COMPUTE, H2D, D2H, HOST = Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST
 NOTHING = dict.fromkeys(Lane, 0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -24,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from streamer.errors import warn
+from streamer.planner.machine import CUDA, Machine
 from streamer.quantized.bitsandbytes_private import product_with_4_bits
-from streamer.simulate.machine import CUDA, Machine
-from streamer.torch_private import num_dispatch_modes, storage_id
+from streamer.torch_private import dispatch_modes, storage_id
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
@@ -255,12 +256,16 @@ class Cost:
         seconds = max(0.0, self.seconds - other.seconds)
         return Cost(self.flops - other.flops, seconds, self.ops - other.ops)
 
+    def times(self, number: int) -> Cost:
+        """The cost of doing it ``number`` times."""
+        return Cost(self.flops * number, self.seconds * number, self.ops * number)
+
 
 NOTHING = Cost()
 
 
 class SeesOperations(Protocol):
-    """What is told of each operation after it has run."""
+    """Takes note of each operation after it has run."""
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None: ...
 
@@ -277,7 +282,7 @@ _CONSTANTS = (int, float, str, torch.dtype, torch.device, torch.layout, torch.me
 def _result(func: Any, args: Any, kwargs: Any) -> Any:
     """What ``func`` returns. On the meta device that has no values, and PyTorch finds its shape in Python:
     layers are alike, so a shape that was found is used again."""
-    if not _makes_new(func) or num_dispatch_modes():  # which want to see it too
+    if not _makes_new(func) or dispatch_modes():  # which want to see it too
         return func(*args, **kwargs)
     given = _given((args, *kwargs.items()))
     if given is None:
@@ -379,35 +384,40 @@ class Operations(Observer):
         self.flops = self.nbytes = self.ops = 0
         self.seconds = 0.0
         self._machine = machine
+        #: how often each operation counts
+        self._times = 1
 
     @property
     def cost(self) -> Cost:
         """The cost of all that has run so far."""
         return Cost(self.flops, self.seconds, self.ops)
 
-    def recall(self, cost: Cost) -> None:
-        """Count ``cost`` for work that is not run."""
-        self.flops += cost.flops
-        self.seconds += cost.seconds
-        self.ops += cost.ops
+    @contextmanager
+    def counting(self, times: int) -> Iterator[None]:
+        """Let each operation of the block count ``times``."""
+        self._times, before = times, self._times
+        try:
+            yield
+        finally:
+            self._times = before
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         packet = func.overloadpacket
         if func.is_view or packet in _FREE or self._is_of_host(args, result):
             return
-        self.ops += 1
-        flops = _operation_flops(packet, args, kwargs, result)
+        self.ops += self._times
+        flops = self._times * _operation_flops(packet, args, kwargs, result)
         self.flops += flops
         machine = self._machine
         if machine is None or machine.device_bytes_per_second is not None:
-            nbytes = _moved(packet, args, kwargs, result)
+            nbytes = self._times * _moved(packet, args, kwargs, result)
             # the rate of products has the bytes that they move in it
             self.nbytes += 0 if flops else nbytes
         if machine is not None:
             seconds = flops / _rate(machine, packet, args) if flops else 0.0
             if machine.device_bytes_per_second is not None:
                 seconds = max(seconds, nbytes / machine.device_bytes_per_second)
-            self.seconds += seconds + machine.seconds_per_op
+            self.seconds += seconds + self._times * machine.seconds_per_op
 
     def _is_of_host(self, args: Any, result: Any) -> bool:
         """Whether an operation runs on the host beside a GPU, where an optimizer counts its steps."""
@@ -415,6 +425,17 @@ class Operations(Observer):
             return False
         first = next(tensors_in((result, *args)), None)
         return first is not None and first.is_cpu
+
+
+@contextmanager
+def repeated(times: int) -> Iterator[None]:
+    """Inside the block each operation counts ``times`` in all `Operations` that are open: for a loop of which
+    one round stands for all. Bytes that are held count once."""
+    with ExitStack() as counting:
+        for mode in dispatch_modes():
+            if isinstance(mode, Operations):
+                counting.enter_context(mode.counting(times))
+        yield
 
 
 def is_wrapper(kind: type) -> bool:

@@ -56,6 +56,16 @@ class Beside:
         return float(getattr(self, f"{lane.group}_{other.group}"))
 
 
+#: Bytes that a process takes of a GPU before its first tensor: its context and the kernels of the libraries.
+#: Several hundred MiB, by GPU and version; here half a GiB, not a measurement.
+CONTEXT_BYTES = 1 << 29
+
+
+def context_bytes(kind: str) -> int:
+    """`CONTEXT_BYTES` of a device of this kind, 0 of one that has no such context."""
+    return CONTEXT_BYTES if kind == CUDA else 0
+
+
 # PCI Express Base Specification: 8, 16 and 32 GT/s a lane, 128b/130b, are 15.8, 31.5 and 63.0 GB/s each way
 # over 16 lanes. Four fifths of that.
 PCIE_3, PCIE_4, PCIE_5 = 12.5e9, 25e9, 50e9
@@ -94,9 +104,8 @@ class Machine:
         device_bytes_per_second: of operations that wait for the device's memory (norms, activations), counted
             as what they read and write; None: they take no time.
         seconds_per_op: what an operation takes however little it does.
-        multiprocessors, threads_per_multiprocessor, compute_capability: of a GPU, as
-            ``torch.cuda.get_device_properties`` says them: some kernels' buffers grow with them. None: as of
-            an H100.
+        compute_capability: of a GPU, as ``torch.cuda.get_device_properties`` has it, on which the size of
+            cuBLAS's workspaces depends. None: as of an H100.
         disk_read_bytes_per_second, disk_write_bytes_per_second: of the drives that ``disk=`` names, together.
         ranks: GPUs that train one model together, each with a process of its own; the host's memory, its
             update and its drives are for all of them, every other rate and size is of one.
@@ -110,6 +119,7 @@ class Machine:
         beside: what lanes keep of their rates beside one another.
         coherent: the GPU and the CPU share one memory, so that ``device_bytes`` and ``host_bytes`` are the
             same bytes.
+        calibrated: whether rates were measured on the machine itself; others are bounds.
     """
 
     name: str
@@ -126,8 +136,6 @@ class Machine:
     device_bytes_per_second: float | None = None
     seconds_per_op: float = 0.0
     seconds_per_visit: float = 0.0
-    multiprocessors: int | None = None
-    threads_per_multiprocessor: int | None = None
     compute_capability: float | None = None
     beside: Beside = Beside()
     disk_read_bytes_per_second: float = NVME_READ
@@ -138,6 +146,7 @@ class Machine:
     collective_bytes_per_second: float = PCIE_4
     interconnect: str = BY_HOST
     coherent: bool = False
+    calibrated: bool = False
 
     def bytes_per_second(self, lane: Lane) -> float:
         """The rate of a lane that is not COMPUTE; of COLLECTIVE, that of what a GPU sends; of BARRIER, where
@@ -214,14 +223,9 @@ class Machine:
 
 
 def gpu_properties(machine: Machine, device: torch.device) -> Machine:
-    """``machine`` with what PyTorch says of the GPU ``device``, but for its memory and its name."""
+    """``machine`` with the compute capability of the GPU ``device``."""
     properties = torch.cuda.get_device_properties(device)
-    return replace(
-        machine,
-        multiprocessors=properties.multi_processor_count,
-        threads_per_multiprocessor=properties.max_threads_per_multi_processor,
-        compute_capability=properties.major + properties.minor / 10,
-    )
+    return replace(machine, compute_capability=properties.major + properties.minor / 10)
 
 
 #: A GeForce RTX 4090 in a desktop. GeForce drivers give no GPU access to another's memory.
@@ -237,8 +241,6 @@ RTX_4090 = Machine(
     host_bytes=128 * GIB,  # four modules of 32 GiB; assumed
     seconds_per_op=SECONDS_PER_OP,
     seconds_per_visit=SECONDS_PER_VISIT,
-    multiprocessors=128,  # NVIDIA Ada GPU Architecture, appendix A
-    threads_per_multiprocessor=1536,  # CUDA C++ Programming Guide, "Technical Specifications"
     compute_capability=8.9,  # NVIDIA, "CUDA GPU Compute Capability", as all of these
 )
 
@@ -261,7 +263,6 @@ RTX_3090 = replace(
     host_bytes_per_second=40e9,  # two channels of DDR4-3200 are 51.2 GB/s (JESD79-4); estimate
     device_bytes=24 * GIB,
     host_bytes=128 * GIB,  # assumed
-    multiprocessors=82,  # the same
     compute_capability=8.6,
 )
 
@@ -276,7 +277,6 @@ RTX_5090 = replace(
     d2h_bytes_per_second=PCIE_5,
     collective_bytes_per_second=PCIE_5,
     device_bytes=32 * GIB,  # the same: 32 GB
-    multiprocessors=170,  # the same
     compute_capability=12.0,
 )
 
@@ -288,7 +288,6 @@ RTX_4080 = replace(
     fp32_flops_per_second=48.7e12,  # the same
     device_bytes_per_second=0.8 * 716.8e9,  # the same: 256 bits of 22.4 Gbit/s
     device_bytes=16 * GIB,  # the same: 16 GB
-    multiprocessors=76,  # the same
 )
 
 #: A GeForce RTX 4060 Ti with 16 GB in a desktop.
@@ -303,7 +302,6 @@ RTX_4060_TI_16GB = replace(
     h2d_bytes_per_second=PCIE_4 / 2,  # PCIe 4.0 x8
     d2h_bytes_per_second=PCIE_4 / 2,
     device_bytes=16 * GIB,  # the same page: 16 GB
-    multiprocessors=34,  # see above
     collective_bytes_per_second=PCIE_4 / 2,
 )
 
@@ -317,7 +315,6 @@ RTX_A6000 = replace(
     host_bytes_per_second=77e9,  # four channels of DDR4-3200 are 102.4 GB/s (JESD79-4); estimate
     device_bytes=48 * GIB,  # the same: 48 GB; ECC is off as delivered
     interconnect=BY_PCIE,  # peer access; below one switch, assumed
-    multiprocessors=84,  # the same
 )
 
 #: A T4 in a cloud's machine. Its tensor cores know fp16, but not bf16: products of bf16 take as long as those
@@ -336,8 +333,6 @@ T4 = Machine(
     seconds_per_op=SECONDS_PER_OP,
     seconds_per_visit=SECONDS_PER_VISIT,
     collective_bytes_per_second=PCIE_3,
-    multiprocessors=40,  # NVIDIA Turing GPU Architecture: 2560 CUDA cores, 64 of each SM
-    threads_per_multiprocessor=1024,  # CUDA C++ Programming Guide, "Technical Specifications"
     compute_capability=7.5,
 )
 
@@ -354,8 +349,6 @@ L4 = Machine(
     host_bytes=128 * GIB,  # as AWS's g6.8xlarge, and g5.8xlarge of an A10G
     seconds_per_op=SECONDS_PER_OP,
     seconds_per_visit=SECONDS_PER_VISIT,
-    multiprocessors=58,  # NVIDIA Ada GPU Architecture: 7424 CUDA cores, 128 of each SM
-    threads_per_multiprocessor=1536,
     compute_capability=8.9,
 )
 
@@ -366,7 +359,6 @@ A10G = replace(
     flops_per_second=70e12,  # NVIDIA A10G data sheet: bf16, half of 140 with sparsity
     fp32_flops_per_second=35e12,  # the same
     device_bytes_per_second=0.8 * 600e9,  # the same; PCIe 4.0 x16, 24 GB and ECC as an L4's
-    multiprocessors=80,  # what a driver reports
     compute_capability=8.6,
 )
 
@@ -381,7 +373,6 @@ L40S = replace(
     device_bytes=45 * GIB,  # 48 GB, of which ECC takes a sixteenth: what a driver reports
     host_bytes=256 * GIB,  # assumed
     interconnect=BY_PCIE,  # peer access; below one switch, assumed
-    multiprocessors=142,  # the same: 18176 CUDA cores, 128 of each SM
 )
 
 #: An A100 80GB PCIe.
@@ -398,8 +389,6 @@ A100_PCIE_4 = Machine(
     interconnect=BY_PCIE,  # the same: peer access; below one switch, assumed
     seconds_per_op=SECONDS_PER_OP,
     seconds_per_visit=SECONDS_PER_VISIT,
-    multiprocessors=108,  # NVIDIA A100 Tensor Core GPU Architecture, table 4
-    threads_per_multiprocessor=2048,  # the same, table 5
     compute_capability=8.0,
 )
 
@@ -426,8 +415,6 @@ H100_PCIE_5 = Machine(
     interconnect=BY_PCIE,  # peer access; below one switch, assumed
     seconds_per_op=SECONDS_PER_OP,
     seconds_per_visit=SECONDS_PER_VISIT,
-    multiprocessors=114,  # NVIDIA H100 Tensor Core GPU Architecture, table 3
-    threads_per_multiprocessor=2048,  # the same
     compute_capability=9.0,
 )
 
@@ -440,7 +427,6 @@ H100_SXM = replace(
     flops_per_second=989e12,  # NVIDIA H100 data sheet: bf16, half of 1979 with sparsity
     fp32_flops_per_second=67e12,  # the same
     device_bytes_per_second=0.8 * 3350e9,  # the same
-    multiprocessors=132,  # NVIDIA H100 Tensor Core GPU Architecture, table 3; H200's and GH200's too
 )
 
 #: One H200 with a 16-core host of which 150 GB/s are this GPU's.
@@ -484,8 +470,6 @@ LAPTOP_8GB = Machine(
     host_bytes=32 * GIB,  # assumed
     seconds_per_op=SECONDS_PER_OP,
     seconds_per_visit=SECONDS_PER_VISIT,
-    multiprocessors=24,  # see above
-    threads_per_multiprocessor=1536,
     compute_capability=8.9,
 )
 
@@ -504,8 +488,6 @@ DGX_SPARK = Machine(
     host_bytes=119 * GIB,
     seconds_per_op=SECONDS_PER_OP,
     seconds_per_visit=SECONDS_PER_VISIT,
-    multiprocessors=48,  # the same: 6144 CUDA cores, 128 of each SM
-    threads_per_multiprocessor=1536,
     compute_capability=12.1,
     beside=Beside(copy_copy=0.5, copy_host=0.5, host_copy=0.5),  # halves of what they share; estimate
     coherent=True,

@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from streamer.app.config import ConfigError
 from streamer.app.machine_file import dump_machine, load_machine, machine
 from streamer.backends.base import Event, Lane, Span
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.clock import Clock
-from streamer.simulate.cost import Cost, DeviceKernels, Operations
-from streamer.simulate.machine import BY_GPU, GIB, MACHINES, Beside, Machine, like_name, peak_flops
+from streamer.backends.virtual import Clock, VirtualBackend
+from streamer.planner.cost import Cost, DeviceKernels, Operations
+from streamer.planner.machine import BY_GPU, GIB, MACHINES, Beside, Machine, like_name, peak_flops
 
 #: One FLOP a second, a thousand bytes of the device's memory, and nothing for a launch.
 UNIT = Machine("unit", 1.0, 1.0, 1.0, 1.0, 1 << 40, 1 << 40, device_bytes_per_second=1000.0)

@@ -1,15 +1,13 @@
-"""Options that `wrap` was told to choose: planned on a model without values, and chosen as planned.
+"""A model's step, planned on a copy without values, and the options of `wrap` that are "auto".
 
 [Note: options that are chosen]
 A step is planned as forward and backward of the model's ``loss``, or of the sum of all that it returns, and
 AdamW with fp32 moments, in training mode and outside of autocast. What else a loop holds on the device comes
-on top: a loss made outside of the model takes a copy or two of the logits. ``device_memory``, where it is
-given, is the budget of the device, else what is free there; the host has what is free, and what the model's
-own weights give back. Rates, where no ``machine`` is given, are those of
-`streamer.simulate.machine.RTX_4090` for a GPU and of `CPU` here; sizes are never the machine's, but those of
-the device and the host that there are. A micro-batch has a power of two of samples, and a batch at most 256
-of them. Where ``num_slots`` is None, two are planned, and what ``device_memory`` leaves room for comes on top
-as it always does.
+on top: a loss outside of the model takes a copy or two of the logits. ``device_memory``, if there is one, is
+the budget of the device, else what is free there; the host has what is free, and what the model's own weights
+will free. Rates are those of ``machine``, else of `streamer.planner.machine.RTX_4090` for a GPU and of
+`CPU`; sizes are always those of the device and the host that there are. Where ``num_slots`` is None, two are
+planned, and what ``device_memory`` leaves room for comes on top as it always does.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ import torch
 from torch import nn
 
 from streamer.backends.base import Backend
+from streamer.backends.virtual import VirtualBackend, VirtualRanks
 from streamer.engine.handle import wrapped
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.tensors.nested import Rebuild, flatten
@@ -34,17 +33,14 @@ from streamer.engine.unit import Unit, buffer_bytes
 from streamer.errors import notes
 from streamer.model.layers import find_layers
 from streamer.model.move_in import check_init, room_of
-from streamer.model.options import WrapOptions
+from streamer.model.options import AUTO, WrapOptions
 from streamer.model.streaming import stream
 from streamer.model.units import device_remedy, make_units
 from streamer.optim.adamw import AdamW
-from streamer.planner.choice import Choice, Chosen, Options, PlanOf, choose, may_be_auto
-from streamer.planner.recall import Recollection
-from streamer.planner.step_plan import StepPlan, plan_step
+from streamer.planner.choose import Choice, Chosen, PlanOf, choose, may_be_auto
+from streamer.planner.machine import CUDA, ENOUGH, GIB, RTX_4090, Machine, gpu_properties, named_machine
+from streamer.planner.step import StepPlan, plan_step
 from streamer.quantized.parts import composite_of, marked, plainly
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.machine import CUDA, ENOUGH, GIB, RTX_4090, Machine, gpu_properties, named_machine
-from streamer.simulate.ranks import VirtualRanks
 from streamer.store.ledger import UNLIMITED, Ledger, Tier, ledger, require
 
 #: What to do about a model that cannot be planned.
@@ -190,7 +186,6 @@ def plan_of(
     ``host_bytes`` have no room for is on disk. What does not fit even so is planned as if all were in host
     memory."""
     roomy = machine.with_room()
-    recollection = Recollection()
 
     def plan(choice: Choice) -> StepPlan:
         given = replace(options, **choice.options(), device_memory=None, host_memory=None)
@@ -205,13 +200,13 @@ def plan_of(
 
     def planned_with(given: WrapOptions, choice: Choice) -> StepPlan:
         backend = VirtualBackend(roomy)
-        planned = stream(skeleton(model).train(), backend, given, ranks=VirtualRanks(backend))
+        planned = stream(skeleton(model).train(), backend, given, VirtualRanks(backend))
         executor = wrapped(planned).executor
         try:
             step = batch.step(planned)
             # the plan shows what steps take beside what has its place by now
             executor.host_limit = UNLIMITED
-            return plan_step(executor, step, recollection, given=batch.tensors)
+            return plan_step(executor, step)
         except AmbiguousBatchError:
             raise
         except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError) as error:
@@ -247,23 +242,22 @@ def choose_options(
     units, root = make_units(model, layers, options.dtype)
     if not isinstance(backend, VirtualBackend):
         check_init((*units, root), options.init)
-    among = Options.of(may_be_auto(options), layers=len(layers), batch=batch.size)
     params = [param for unit in (*units, root) for param in unit.params]
     room = room_of(backend, params, limit=options.device_limit)
     room = replace(room, host_limit=options.host_limit, ranks=ranks)
     planned = plan_of(skeleton(model), machine, batch, options, room.host_room())
     try:
-        chosen = choose(planned, among, room)
+        chosen = choose(planned, may_be_auto(options), room, layers=len(layers), batch=batch.size)
     except MemoryError:
         # the layers alone may be too large
-        _require_slots(model, units, root, options, among, room.tensors)
+        _require_slots(model, units, root, options, room.tensors)
         raise
     logging.getLogger("streamer").info("chosen: %s", chosen.reason)
     return chosen
 
 
 def _require_slots(
-    model: nn.Module, units: list[Unit], root: Unit, options: WrapOptions, among: Options, available: int
+    model: nn.Module, units: list[Unit], root: Unit, options: WrapOptions, available: int
 ) -> None:
     """Raise MemoryError if the fewest slots are too many for ``available`` bytes of the device."""
 
@@ -272,7 +266,7 @@ def _require_slots(
         buffers = buffer_bytes((*units, root))
         return ledger(layouts, num_slots=min(num_slots, len(units)), buffers=buffers)
 
-    slots = among.num_slots[0] or 2
+    slots = 1 if options.num_slots == AUTO else options.num_slots or 2
     needed = sum(planned(units, root, slots).device.values())
     if needed > available:
         limit = options.device_limit
@@ -291,7 +285,7 @@ def machine_of(backend: Backend, given: Machine | str | None = None) -> Machine:
     elif machine is None:
         machine = CPU if backend.device.type == "cpu" else RTX_4090
     elif not isinstance(machine, Machine):
-        raise ValueError(f"machine={machine!r}: give the name of one, or a streamer.simulate.machine.Machine")
+        raise ValueError(f"machine={machine!r}: give the name of one, or a streamer.planner.machine.Machine")
     return gpu_properties(machine, backend.device) if backend.device.type == CUDA else machine
 
 

@@ -17,12 +17,12 @@ from models.gpt2 import GPT
 from streamer.app.config import load_config
 from streamer.app.run.build import build_model, build_optimizer
 from streamer.backends.base import Lane
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
+from streamer.planner.cost import DeviceKernels, Operations
+from streamer.planner.machine import GIB, H200, Machine
 from streamer.planner.measure import Tracker
-from streamer.planner.step_plan import Prediction, plan_step, predict_step
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.cost import DeviceKernels, Operations
-from streamer.simulate.machine import GIB, H200, Machine
+from streamer.planner.step import Prediction, plan_step, predict_step
 from tests.reference import VOCAB
 
 CONFIGS = Path(__file__).parents[2] / "configs"

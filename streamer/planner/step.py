@@ -8,20 +8,19 @@ executor owns are those that a real run would allocate.
 from __future__ import annotations
 
 import gc
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-
-import torch
+from typing import Any
 
 from streamer.backends.base import Lane, gaps
+from streamer.backends.virtual import VirtualBackend
 from streamer.engine.paging.executor import Executor
+from streamer.planner.layers import measure_kinds
+from streamer.planner.machine import CUDA, Machine, context_bytes
 from streamer.planner.measure import Tracker
-from streamer.planner.positions import counted_positions
-from streamer.planner.recall import Recollection, recall_layers
-from streamer.simulate.backend import VirtualBackend
-from streamer.simulate.temporaries import workspace_bytes
 from streamer.store.ledger import GRAD_SLOTS, UNLIMITED, WEIGHT_SLOTS, Room, Tier, num_grad_slots
 from streamer.store.purposes import of_all_ranks
 
@@ -50,7 +49,7 @@ def predict_step(
     ``memory`` counts what they hold.
 
     The ``warmup`` steps before it let the executor learn its order. Compute time is that of the operations of
-    the layers, the head and the loss: see `streamer.simulate.cost`.
+    the layers, the head and the loss: see `streamer.planner.cost`.
     """
     backend, trace = executor.backend, executor.issuer.trace
     assert isinstance(backend, VirtualBackend), "another has a clock of its own"
@@ -81,14 +80,16 @@ SAVED, WORKING_SET, BESIDE = "saved layer inputs", "working set of one layer", "
 WORKSPACES = "workspaces of cuBLAS"
 #: What is free on purpose: gaps between what comes and goes, and what CUDA itself takes.
 GAPS, CONTEXT = "gaps in the allocator", "CUDA itself"
-#: Bytes that a process takes of a GPU before its first tensor: its context and the kernels of the libraries.
-#: Several hundred MiB, by GPU and version; here half a GiB, not a measurement.
-CONTEXT_BYTES = 1 << 29
+#: By which the allocator rounds tensors up to blocks.
+ROUNDING = "rounded up by the allocator"
 
 
-def context_bytes(kind: str) -> int:
-    """`CONTEXT_BYTES` of a device of this kind, 0 of one that has no such context."""
-    return CONTEXT_BYTES if kind == "cuda" else 0
+def workspace_bytes(machine: Machine) -> int:
+    """Bytes that PyTorch takes for cuBLAS at the first products of matrices: as much (CUDABlas:
+    ``getChosenWorkspaceSize``) for each of two threads, the caller's and autograd's."""
+    if machine.kind != CUDA:
+        return 0
+    return 2 * (8320 << 10 if (machine.compute_capability or 9) < 9 else 32 << 20)
 
 
 class StepTracker(Tracker):
@@ -98,7 +99,7 @@ class StepTracker(Tracker):
     def __init__(self, executor: Executor) -> None:
         assert isinstance(executor.backend, VirtualBackend), "others do not tell when a layer computes"
         machine = executor.backend.machine
-        super().__init__(machine)
+        super().__init__(on_gpu=machine.kind == CUDA)
         self._workspaces = self.now = self.peak = workspace_bytes(machine)
         self._executor = executor
         self._backend = executor.backend
@@ -112,7 +113,7 @@ class StepTracker(Tracker):
         self._saved_at_peak = self._executor.saved.now
 
     def at_peak(self) -> dict[str, int]:
-        """Bytes by owner when there were most; together `peak`."""
+        """Bytes by owner when there were most; together `peak` and its rounding."""
         held = Counter(self.owned_at_peak)
         # what is saved was made by layers, but for the input of the first and what all are given
         from_layers = min(self._saved_at_peak, held[WORKING_SET])
@@ -120,7 +121,9 @@ class StepTracker(Tracker):
         held[BESIDE] -= self._saved_at_peak - from_layers
         held[SAVED] = self._saved_at_peak
         held[WORKSPACES] = self._workspaces
-        return {owner: held[owner] for owner in (SAVED, WORKING_SET, BESIDE, WORKSPACES) if held[owner]}
+        held[ROUNDING] = self.taken[1] - self.peak
+        owners = (SAVED, WORKING_SET, BESIDE, WORKSPACES, ROUNDING)
+        return {owner: held[owner] for owner in owners if held[owner]}
 
     @property
     def comes_and_goes(self) -> int:
@@ -215,27 +218,20 @@ def uncollected() -> Iterator[None]:
 
 
 @uncollected()
-def plan_step(
-    executor: Executor,
-    step: Callable[[], object],
-    recollection: Recollection | None = None,
-    *,
-    given: Sequence[torch.Tensor] = (),
-) -> StepPlan:
-    """Plan ``step`` (forward, backward, update) of a model on the virtual backend, to which it gives the
-    tensors ``given``. Layers that are alike run once, also those of copies of the model that are planned with
-    one ``recollection``: [Note: recalled visits]."""
+def plan_step(executor: Executor, step: Callable[[], object]) -> StepPlan:
+    """Plan ``step`` (forward, backward, update) of a model on the virtual backend. One layer of each kind
+    runs: [Note: kinds of layers]."""
     backend = executor.backend
     assert isinstance(backend, VirtualBackend), "elsewhere a step would have to be run"
     tracker = StepTracker(executor)
     before = sum(of_all_ranks(executor.host_bytes(), backend.machine.ranks).values())
-    recall_layers(executor, tracker, Recollection() if recollection is None else recollection)
-    with counted_positions(given):
+    measure_kinds(executor, tracker)
+    with one_sequence_a_row():
         # a step to learn the order, and one more where slots are added at its end
         warmup = 1 if executor.budget.is_fixed else 2
         prediction = predict_step(executor, step, warmup=warmup, memory=tracker)
     kind = backend.machine.kind
-    reserve = {GAPS: gaps(tracker.comes_and_goes), CONTEXT: context_bytes(kind)} if kind == "cuda" else {}
+    reserve = {GAPS: gaps(tracker.comes_and_goes), CONTEXT: context_bytes(kind)} if kind == CUDA else {}
     on_host = of_all_ranks(executor.host_bytes(), backend.machine.ranks)
     return StepPlan(
         executor.device_bytes() | tracker.at_peak(),
@@ -246,3 +242,19 @@ def plan_step(
         executor.disk_bytes(),
         sum(on_host.values()) - before,
     )
+
+
+@contextmanager
+def one_sequence_a_row() -> Iterator[None]:
+    """Inside the block models of transformers do not look at the values of position ids, which a plan has
+    not: to see whether a row holds several sequences, they do so wherever there is no cache."""
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    finds = "find_packed_sequence_indices"
+    if (find := getattr(masks, finds, None)) is None:
+        yield
+        return
+    setattr(masks, finds, lambda positions: None if positions.is_meta else find(positions))
+    try:
+        yield
+    finally:
+        setattr(masks, finds, find)
