@@ -7,6 +7,7 @@ differently.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -251,3 +252,9 @@ def all_gather_flat(found: torch.Tensor, mine: torch.Tensor, group: Any) -> None
     # newer releases warn of the old name
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(found, mine, group=group)
+
+
+def import_compiler() -> None:
+    """Import `torch._dynamo`, which some operations do when they first run: the frames of that import keep
+    tensors that a plan would count."""
+    importlib.import_module("torch._dynamo")

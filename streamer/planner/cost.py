@@ -356,6 +356,11 @@ class Observer(TorchDispatchMode, abc.ABC):
         super().__init__()  # type: ignore[no-untyped-call]
         self._all: tuple[SeesOperations, ...] = (self, *beside)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # nothing is compiled here, and PyTorch's wrapper takes as long as an operation
+        return False
+
     @abc.abstractmethod
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Take note of an operation that has run."""

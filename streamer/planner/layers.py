@@ -43,7 +43,7 @@ INDICES = {"layer_idx", "layer_id", "layer_number", "layer_index", "block_idx", 
 OURS = {*GUARDS, "forward"}
 #: Hooks that run in forward or backward; others belong to ``state_dict``.
 HOOKS = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
-_PLAIN = (int, float, str, bool, type(None), torch.dtype)
+_PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 
 
 def kind_of(unit: Unit) -> str:
@@ -60,7 +60,8 @@ def kind_of(unit: Unit) -> str:
         (name, type(module), _attributes(module, {*INDICES, *OURS, *of_parts.get(module, ())}))
         for module, name in names.items()
     ]
-    return repr((layout, parts, ties, modules))
+    # modules may know the name that they have in the model
+    return repr((layout, parts, ties, modules)).replace(unit.name, "")
 
 
 def _attributes(module: nn.Module, skipped: set[str]) -> list[object]:

@@ -36,12 +36,19 @@ KERNEL_BYTES = {
 ROUNDED = 32
 
 
+#: The most that reductions take: an fp32 sum of 128 outputs at a time for each of 128 threads of a block, in
+#: as many blocks as a GPU of 132 multiprocessors runs at once.
+MOST_SUMS = 4 * 128 * 128 * 132 * 16
+_REDUCTIONS = {_aten.sum, _aten.mean}
+
+
 def kernel_bytes(func: Any, args: Any, result: Any) -> int:
     """Bytes that ``func`` takes on a GPU until it is done, by `KERNEL_BYTES`."""
-    each = KERNEL_BYTES.get(func.overloadpacket, 0)
-    if not each or (each == 9 and not _keeps_rows(args[0], result)):
-        return 0
-    return each * int(args[0].numel())
+    packet = func.overloadpacket
+    nbytes = KERNEL_BYTES[packet] * int(args[0].numel()) if packet in KERNEL_BYTES else 0
+    if packet in _REDUCTIONS:
+        return min(nbytes, MOST_SUMS) if _keeps_rows(args[0], result) else 0
+    return nbytes
 
 
 def _keeps_rows(given: torch.Tensor, result: torch.Tensor) -> bool:

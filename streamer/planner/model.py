@@ -61,7 +61,9 @@ def skeleton(model: nn.Module) -> nn.Module:
                 owners[param].append(module)
     for name, param in model.named_parameters():
         if (composite := composite_of(name, param, owners[param])) is None:
-            memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+            plain = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+            plain.__dict__.update(vars(param))  # a dtype that it is to keep
+            memo[id(param)] = plain
             continue
         # the modules may hold the parts too
         own = composite.parts()

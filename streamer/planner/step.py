@@ -23,6 +23,7 @@ from streamer.planner.machine import CUDA, Machine, context_bytes
 from streamer.planner.measure import Tracker
 from streamer.store.ledger import GRAD_SLOTS, UNLIMITED, WEIGHT_SLOTS, Room, Tier, num_grad_slots
 from streamer.store.purposes import of_all_ranks
+from streamer.torch_private import import_compiler
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,7 @@ def plan_step(executor: Executor, step: Callable[[], object]) -> StepPlan:
     runs: [Note: kinds of layers]."""
     backend = executor.backend
     assert isinstance(backend, VirtualBackend), "elsewhere a step would have to be run"
+    import_compiler()
     tracker = StepTracker(executor)
     before = sum(of_all_ranks(executor.host_bytes(), backend.machine.ranks).values())
     measure_kinds(executor, tracker)

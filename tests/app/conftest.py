@@ -6,17 +6,17 @@ import pytest
 
 from streamer.app.config import Config, dump_config
 from streamer.app.plan import command
-from streamer.app.plan.planning import RunPlan
+from streamer.app.plan.planning import Models, RunPlan
 from streamer.planner.machine import Machine
 
 _plan_run = command.plan_run
 _made: dict[tuple[str, Machine], RunPlan] = {}
 
 
-def _plan_once(config: Config, machine: Machine) -> RunPlan:
+def _plan_once(config: Config, machine: Machine, models: Models | None = None) -> RunPlan:
     key = dump_config(config), machine
     if key not in _made:
-        _made[key] = _plan_run(config, machine)
+        _made[key] = _plan_run(config, machine, models)
     return _made[key]
 
 

@@ -17,7 +17,15 @@ from torch import nn
 
 from streamer.app import machine_file
 from streamer.app.config import Config, ConfigError, dump_config, quoted
-from streamer.app.plan.planning import RunPlan, RunPlanOf, plan_run, settle, this_machine, with_options
+from streamer.app.plan.planning import (
+    Models,
+    RunPlan,
+    RunPlanOf,
+    plan_run,
+    settle,
+    this_machine,
+    with_options,
+)
 from streamer.app.plan.variants import (
     FURTHEST,
     Changed,
@@ -80,13 +88,14 @@ class Plans:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
+        self._models = Models()
         self._known: dict[str, RunPlan] = {}
         self._said = time.monotonic()
 
     def __call__(self, config: Config) -> RunPlan:
         text = dump_config(config)
         if text not in self._known:
-            self._known[text] = plan_run(config, self._machine)
+            self._known[text] = plan_run(config, self._machine, self._models)
             if time.monotonic() - self._said > SILENCE:
                 self._said = time.monotonic()
                 print(f"{len(self._known)} steps planned", file=sys.stderr, flush=True)
@@ -175,7 +184,7 @@ def plan_table(
     there = {name: machine_file.machine(name, ranks, nodes) for name in names}
     config, _ = settle_fp16(config)
     sizes_of_batches = [_batch_size(size) for size in sizes]
-    width, rows = max(map(len, there)), []
+    width, rows, models = max(map(len, there)), [], Models()
     if not as_json:
         print(
             f"{'machine':{width}}{'batch':>8}{'device':>12}{'host':>12}{'disk':>12}{'step s':>10}"
@@ -184,7 +193,7 @@ def plan_table(
     for name, machine in there.items():
         for size in sizes_of_batches:
             of_row, _ = settle(with_options(config, data={"batch_size": size}), machine)
-            planned = plan_run(of_row, machine)
+            planned = plan_run(of_row, machine, models)
             rows.append({"machine": name, **figures(planned)})
             if not as_json:
                 print(_row(name, planned, width), flush=True)

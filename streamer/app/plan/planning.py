@@ -41,7 +41,7 @@ from streamer.model.move_in import room_of
 from streamer.model.options import AUTO, folders_of, parse_bytes
 from streamer.planner.choose import Choice, Chosen, PlanOf, choose, may_be_auto
 from streamer.planner.machine import CPU, Machine, context_bytes
-from streamer.planner.model import machine_of, one_line
+from streamer.planner.model import machine_of, one_line, skeleton
 from streamer.planner.step import StepPlan, plan_step, uncollected
 from streamer.pretrained.architecture import is_quantized_folder
 from streamer.pretrained.files import has_weights
@@ -204,8 +204,9 @@ class RunPlan:
 
 
 @uncollected()
-def plan_run(config: Config, machine: Machine) -> RunPlan:
-    """Plan a step of ``config`` on ``machine``, with the loop's own code, without data.
+def plan_run(config: Config, machine: Machine, models: Models | None = None) -> RunPlan:
+    """Plan a step of ``config`` on ``machine``, with the loop's own code, without data. Several plans build
+    a model once with the same ``models``.
 
     Raises ConfigError for a config that cannot be run, and for a model that cannot run without values.
     """
@@ -213,31 +214,35 @@ def plan_run(config: Config, machine: Machine) -> RunPlan:
     options = wrap_options(config)
     in_memory = options | {"host_memory": None, "disk": None}
     if config.memory.disk is None:
-        return _plan_with(in_memory, config, machine)
+        return _plan_with(in_memory, config, machine, models)
     room = max(1, room_on(machine, config).host_room())
     try:
-        found = _plan_with(options | {"host_memory": room}, config, machine)
+        found = _plan_with(options | {"host_memory": room}, config, machine, models)
         if found.step.host_beside and found.step.host_total > room:
             room = max(1, room - found.step.host_beside)
-            found = _plan_with(options | {"host_memory": room}, config, machine)
+            found = _plan_with(options | {"host_memory": room}, config, machine, models)
         return found
     except MemoryError as error:
-        plan = _plan_with(in_memory, config, machine)
+        plan = _plan_with(in_memory, config, machine, models)
         return replace(plan, beyond_disk=in_keys(str(error).partition("\n")[0]))
 
 
-def _plan_with(options: Mapping[str, Any], config: Config, machine: Machine) -> RunPlan:
+def _plan_with(
+    options: Mapping[str, Any], config: Config, machine: Machine, models: Models | None
+) -> RunPlan:
     """A plan with these ``options`` of `streamer.wrap`; MemoryError if their ``host_memory`` is too small."""
     refused = None
     try:
-        model = _wrapped(options, config, machine)
+        model = _wrapped(options, config, machine, models)
     except MemoryError as error:
         refused = in_keys(str(error).partition("\n")[0])
-        model = _wrapped({**options, "device_memory": None}, config, machine)
+        model = _wrapped({**options, "device_memory": None}, config, machine, models)
     return _plan(config, machine, model, refused)
 
 
-def _wrapped(options: Mapping[str, Any], config: Config, machine: Machine) -> nn.Module:
+def _wrapped(
+    options: Mapping[str, Any], config: Config, machine: Machine, models: Models | None
+) -> nn.Module:
     """The config's model on the virtual backend. With a disk what is frozen is where a run would find it: in
     the files of a pretrained model, if they are there. What is quantized there only they tell."""
     backend = VirtualBackend(machine.with_room())
@@ -254,10 +259,7 @@ def _wrapped(options: Mapping[str, Any], config: Config, machine: Machine) -> nn
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError.of("[model] and [stream]", error) from error
     try:
-        if _has_quantized(config):
-            model = quantized_without_values(config.model, config.lora, options["dtype"])
-        else:
-            model = without_values(config.model, config.lora, options["dtype"])
+        model = (models or Models()).model(config, options["dtype"])
     except (TypeError, ValueError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError.of("[model]", error) from error
     try:
@@ -265,6 +267,22 @@ def _wrapped(options: Mapping[str, Any], config: Config, machine: Machine) -> nn
     except ValueError as error:
         raise ConfigError.of("[stream]", error) from error
     return wrapped_model
+
+
+class Models:
+    """Models without values, each built once."""
+
+    def __init__(self) -> None:
+        self._built: dict[str, Any] = {}
+
+    def model(self, config: Config, dtype: torch.dtype | None) -> Any:
+        """The model of ``config`` with its adapters, for parameters of ``dtype``."""
+        key = repr((config.model, config.lora, dtype))
+        if key not in self._built:
+            build = quantized_without_values if _has_quantized(config) else without_values
+            self._built[key] = build(config.model, config.lora, dtype)
+        found = self._built[key]
+        return skeleton(found) if isinstance(found, nn.Module) else found
 
 
 def _has_quantized(config: Config) -> bool:
@@ -380,12 +398,13 @@ def without_auto(config: Config) -> Config:
 
 def _plan_of(config: Config, machine: Machine) -> PlanOf:
     """What plans a choice."""
+    models = Models()
 
     def plan(choice: Choice) -> StepPlan:
         # what fits is seen to by whoever chooses
         of_choice = with_options(config, stream=choice.options() | {"device_memory": None})
         try:
-            return plan_run(of_choice, machine).step
+            return plan_run(of_choice, machine, models).step
         except ConfigError as error:
             if isinstance(error.__cause__, AmbiguousBatchError):
                 raise error.__cause__ from None
