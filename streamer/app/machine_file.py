@@ -40,6 +40,8 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
 
 
 MACHINE, BESIDE, MEASURED = "machine", "beside", "measured"
+#: Keys of files that earlier versions wrote.
+FORMER = {"multiprocessors", "threads_per_multiprocessor"}
 
 _SHARE = number("above 0 and at most 1", lambda value: 0 < value <= 1)
 _OTHERS = {
@@ -71,7 +73,8 @@ def load_machine(path: str | os.PathLike[str]) -> Machine:
     if MACHINE not in tables:
         raise ConfigError(f"{path}: there is no [{MACHINE}]: give a file that streamer calibrate has written")
     beside = section(Beside, BESIDE, tables.get(BESIDE, {}), str(path), kinds=_BESIDE)
-    made: Machine = section(Machine, MACHINE, tables[MACHINE], str(path), kinds=_MACHINE)
+    values = {key: value for key, value in tables[MACHINE].items() if key not in FORMER}
+    made: Machine = section(Machine, MACHINE, values, str(path), kinds=_MACHINE)
     return replace(made, beside=beside, calibrated=made.calibrated or MEASURED in tables)
 
 

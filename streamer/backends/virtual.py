@@ -89,7 +89,7 @@ class Clock:
         at = start
         for edge in [*edges, float("inf")]:
             others = [other for other, span in spans if span.start <= at < span.end]
-            # seconds that a second's work takes beside the others
+            # seconds that a second's work takes at the same time as the others
             factor = 1 + sum(self._added[lane, other] for other in others)
             if at + seconds * factor <= edge:
                 return at + seconds * factor
@@ -138,7 +138,7 @@ class VirtualBackend(Backend):
     def counting_caller(self, memory: CountsBytes | None = None) -> Iterator[None]:
         """Count what the calling thread runs inside the block, also what is in no submitted work, and let
         ``memory`` count the bytes of it. Where the machine's device has an allocator, these are taken for
-        what is on the device beside the buffers."""
+        what is on the device in addition to the buffers."""
         self._memory = memory if self.machine.kind == CUDA else None
         self._caller = Operations(self.machine, *(() if memory is None else (memory,)))
         with DeviceKernels(self.machine.kind), self._caller:

@@ -157,8 +157,8 @@ def _candidates(options: tuple[Any, Any, Any], layers: int, batch: int) -> list[
             [Choice("recompute+offload", slots, each) for each in sizes or [None]],
         ]
     else:
-        given = [Choice(activations, slots, each) for each in sizes or [None]]
-        candidates = [[Choice(activations, slots, whole)], given]
+        in_slices = [Choice(activations, slots, each) for each in sizes or [None]]
+        candidates = [[Choice(activations, slots, whole)], in_slices]
     return candidates
 
 

@@ -51,9 +51,9 @@ def kernel_bytes(func: Any, args: Any, result: Any) -> int:
     return nbytes
 
 
-def _keeps_rows(given: torch.Tensor, result: torch.Tensor) -> bool:
+def _keeps_rows(source: torch.Tensor, result: torch.Tensor) -> bool:
     """Whether a reduction leaves the innermost dimension: only then do blocks hold partial sums."""
-    return given.dim() > 1 and result.dim() > 0 and result.shape[-1] == given.shape[-1]
+    return source.dim() > 1 and result.dim() > 0 and result.shape[-1] == source.shape[-1]
 
 
 class Tracker(Observer):

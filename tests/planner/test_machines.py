@@ -56,7 +56,8 @@ def test_a_named_machine_is_complete_and_plausible(name: str, tmp_path: Path) ->
 
 
 def test_a_machine_that_is_written_is_read_back(tmp_path: Path) -> None:
-    made = replace(UNIT, kind="cpu", attention_flops_per_second=0.1, beside=Beside(compute_host=1 / 3))
+    rates = {"attention_flops_per_second": 0.1, "beside": Beside(compute_host=1 / 3)}
+    made = replace(UNIT, kind="cpu", calibrated=True, **rates)
     path = tmp_path / "machine.toml"
     path.write_text(dump_machine(made, {"date": "2026-01-01", "quartiles": {"host": [1.0, 2.0, 3.0]}}))
     assert load_machine(path) == made
@@ -313,3 +314,10 @@ def test_a_virtual_backend_takes_the_callers_time_too(kind: str) -> None:
     flops = 2 * 100 * 100 * 10
     assert event.span() == Span(8, 8, 8 + flops)
     assert backend.flops == flops
+
+
+def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    text = dump_machine(MACHINES["h200"]).replace("calibrated = false\n", "multiprocessors = 132\n")
+    path = tmp_path / "machine.toml"
+    path.write_text(f"{text}\n[measured]\nrounds = 9\n")
+    assert load_machine(path) == replace(MACHINES["h200"], calibrated=True), "it was measured"

@@ -83,7 +83,7 @@ def check_memory(config: Config, ranks: int = 1, machines: int = 1) -> RunPlan |
 
 
 class Plans:
-    """Plans of configs on one machine, each made once. After `SILENCE` a line says that more are under
+    """Plans of configs on one machine, each planned once. After `SILENCE` a line says that more are under
     way."""
 
     def __init__(self, machine: Machine) -> None:
