@@ -24,8 +24,8 @@ demo: $(VENV)/.demo
 	$(BIN)/streamer train configs/gpt2-demo.toml
 
 demo-disk: $(VENV)/.demo
-	$(BIN)/streamer train configs/gpt2-demo.toml --set 'run.name="demo-disk"' --set run.steps=60 \
-	  --set model.args.n_layer=24 --set 'memory.host="16MB"' --set 'memory.disk="."'
+	$(BIN)/streamer train configs/gpt2-demo.toml --output runs/demo-disk --steps 60 \
+	  --set model.args.n_layer=24 --set stream.host_memory=16MB --set stream.disk=.
 
 test: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -36,7 +36,7 @@ nullgpu: .venv-nullgpu/.test-$(NULLGPU_TORCH)
 
 test-nullgpu: nullgpu
 	NULLGPU_DEVICES=2 tests/nullgpu/run.sh $(NULLGPU) -m pytest -m cuda_api --assert=plain -n 2 \
-	  --dist load tests/nullgpu tests/backends tests/bench tests/ranks tests/app/test_calibrate.py
+	  --dist load tests/nullgpu tests/backends tests/bench tests/ranks tests/cli/test_calibrate.py
 
 .venv-nullgpu/.test-$(NULLGPU_TORCH): $(INPUTS)
 	$(PYTHON) -m venv .venv-nullgpu

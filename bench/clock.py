@@ -7,7 +7,7 @@ On the stand-in for a GPU (tests/nullgpu) kernels compute nothing and take a set
 rate, all in stream order. So what is compared is everything else: order, prefetching, waits, and in the last
 setting, where kernels take next to no time, the host. A layer multiplies its input with ten weights in turn;
 every operation is one kernel. In the last setting the plan has what the host takes to launch an operation and
-what the library takes per visit (`streamer.app.calibrate.measure.VisitCosts`), measured anew in every round.
+what the library takes per visit (`streamer.cli.calibrate.measure.VisitCosts`), measured anew in every round.
 
 A round has some steps in each setting, in an order drawn anew. ``ratio`` is the step's time by the plan's of
 the same round, ``exposed`` what compute has waited for copies, by the executor's trace and by the plan, as
@@ -30,10 +30,10 @@ from torch import nn
 import streamer
 from bench.common import RESULTS, load_average, provenance, quartiles, write_json
 from bench.no_values import go_on_without_values
-from streamer.app.calibrate.measure import VisitCosts
 from streamer.backends.base import COPIES, Backend
 from streamer.backends.cuda import CudaBackend
 from streamer.backends.virtual import VirtualBackend
+from streamer.cli.calibrate.measure import VisitCosts
 from streamer.engine.handle import wrapped
 from streamer.engine.paging.executor import Executor
 from streamer.planner.machine import Machine

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from bench.no_values import has_values
-from streamer.app.machine_file import processor
+from streamer.cli.calibrate.machine_file import processor
 
 RESULTS = Path(__file__).parent / "results"
 

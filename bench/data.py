@@ -1,50 +1,42 @@
-"""How long does it take to make tokens of text and of chats, and in how much memory?
+"""How long does it take to tokenize a Hugging Face folder's data, and in how much memory?
 
-    python -m bench.data --megabytes 20 1000    # some 25 minutes on two cores
+    python -m bench.data --megabytes 20 1000    # some 40 minutes on two cores
 
-Each measurement is a process of its own, in which nothing else happens: *streamer* makes tokens as a run's
-first start does, into files that are mapped; *again* is a later start, which finds them; *plain* reads the
-file whole and gives all of it to the same tokenizer at once, for the smallest size alone, since its memory
-grows with the text, and without noting what of a chat is learnt. The order of the two is drawn anew in each
-round. Memory is the most of anonymous memory (mapped files can be dropped at any time) beside what the
-process holds once its libraries are imported.
-
-Text is the Python standard library's source, over and over; a chat has one of its lines for a question and
-the next ones for an answer. The tokenizer has 32,000 byte pairs learnt from the same source.
-"""
+Each measurement is a process of its own: the first start of a run tokenizes, a second one finds the tokens.
+Memory is the most of anonymous memory (mapped files can be dropped at any time) beyond what the process holds
+once its libraries are imported. Text is the Python standard library's source, over and over; a chat has one
+of its lines for a question and the next ones for an answer. The tokenizer has 32,000 byte pairs of the same
+source."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 import json
-import random
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from bench.common import RESULTS, load_average, provenance, quartiles, write_json
-from streamer.app.data.files import find_files
+from bench.common import RESULTS, load_average, provenance, write_json
+from bench.markdown import Report, table
+from streamer.cli.config import Config, DataConfig, ModelConfig
+from streamer.cli.data.files import find_files
 
-#: What the tokenizer learns from, in bytes.
-LEARNT_FROM = 10 << 20
-VOCABULARY = 32_000
+VOCABULARY, LEARNT_FROM = 32_000, 10 << 20
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-KINDS, WAYS = ("text", "chats"), ("streamer", "again", "plain")
+KINDS, STARTS = ("text", "chats"), ("first", "second")
 
 
 def sources() -> Iterator[str]:
     """The standard library's files, over and over."""
-    files = find_files(())
-    for path in itertools.cycle(files):
+    for path in itertools.cycle(find_files()):
         yield path.read_text(encoding="utf-8", errors="ignore")
 
 
@@ -55,105 +47,70 @@ def write_tokenizer(folder: Path) -> None:
     pairs = Tokenizer(models.BPE())
     pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pairs.decoder = decoders.ByteLevel()
+    special = ["<|end|>", "<|user|>", "<|assistant|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<|end|>", "<|user|>", "<|assistant|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    taken, size = [], 0
-    for text in sources():
-        taken.append(text)
-        if (size := size + len(text)) > LEARNT_FROM:
-            break
-    pairs.train_from_iterator(taken, trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=pairs, eos_token="<|end|>")
-    made.chat_template = TEMPLATE
-    made.save_pretrained(folder)
+    sizes = itertools.accumulate(len(text) for text in sources())
+    count = next(number for number, size in enumerate(sizes, 1) if size > LEARNT_FROM)
+    pairs.train_from_iterator(itertools.islice(sources(), count), trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs, eos_token="<|end|>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
 
 
 def write_data(folder: Path, kind: str, nbytes: int) -> Path:
-    """A file of ``nbytes``, give or take a file or a chat."""
+    """A file of ``nbytes``, give or take a source file."""
     path = folder / (f"{nbytes}.txt" if kind == "text" else f"{nbytes}.jsonl")
     with path.open("w", encoding="utf-8") as file:
         for text in sources():
-            if kind == "text":
-                file.write(text)
-            else:
-                lines = text.splitlines()
-                for place in range(0, len(lines) - 8, 8):
-                    turns = ["\n".join(lines[place : place + 1]), "\n".join(lines[place + 1 : place + 8])]
-                    roles = zip(("user", "assistant"), turns, strict=True)
-                    messages = [{"role": role, "content": content} for role, content in roles]
-                    file.write(json.dumps({"messages": messages}) + "\n")
+            lines = text.splitlines()
+            chats = (
+                [("user", lines[place]), ("assistant", "\n".join(lines[place + 1 : place + 8]))]
+                for place in range(0, len(lines) - 8, 8)
+            )
+            rows = ([{"role": role, "content": words} for role, words in chat] for chat in chats)
+            file.write(
+                text if kind == "text" else "".join(json.dumps({"messages": row}) + "\n" for row in rows)
+            )
             if file.tell() >= nbytes:
-                return path
-    raise AssertionError("sources do not end")
+                break
+    return path
 
 
 def anonymous_bytes() -> int:
     """Bytes of this process that are in no file."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) << 10
-    raise RuntimeError("/proc/self/status has no RssAnon")
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon:"))
 
 
-def measured_here(way: str, path: Path, tokenizer_folder: Path, cache: Path) -> dict[str, float]:
-    """Seconds, bytes and tokens of one way, in this process."""
-    from streamer.app.data.load import load_tokenizer, load_tokens
+def measured_here(path: Path, tokenizer_folder: Path, cache: Path) -> dict[str, float]:
+    """Seconds, bytes and tokens, in this process."""
+    import datasets
 
+    from streamer.cli.data.dataset import load_data, load_tokenizer
+
+    datasets.config.HF_DATASETS_CACHE = cache
+    datasets.disable_progress_bars()
     tokenizer = load_tokenizer(str(tokenizer_folder))
     tokenizer("as much as it needs once")
     before, peak, done = anonymous_bytes(), 0, threading.Event()
 
     def watch() -> None:
         nonlocal peak
-        while not done.wait(0.01):
+        while not done.wait(0.02):
             peak = max(peak, anonymous_bytes())
 
     watching = threading.Thread(target=watch)
     watching.start()
     begun = time.perf_counter()
-    if way == "plain":
-        tokens = plain(path, tokenizer)
-    else:
-        data = load_tokens([path], tokenizer, val_fraction=0.05, cache=str(cache))
-        tokens = data.train.numel() + data.val.numel()
+    config = Config(ModelConfig(path=str(tokenizer_folder)), data=DataConfig(paths=(str(path),)))
+    rows = load_data(config, tokenizer, seed=0)
     seconds = time.perf_counter() - begun
-    peak = max(peak, anonymous_bytes())
     done.set()
     watching.join()
-    return {"seconds": seconds, "bytes": max(0, peak - before), "tokens": tokens, "bytes_before": before}
-
-
-def plain(path: Path, tokenizer: Any) -> int:
-    """The tokens in ``path``, made all at once."""
-    if path.suffix == ".txt":
-        texts = [path.read_text(encoding="utf-8")]
-    else:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        texts = [
-            tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False) for line in lines
-        ]
-    encoded = tokenizer(texts, return_offsets_mapping=True, verbose=False)
-    return sum(map(len, encoded["input_ids"]))
-
-
-def measure(way: str, path: Path, tokenizer: Path, cache: Path) -> dict[str, float]:
-    """`measured_here` in a process of its own."""
-    command = [sys.executable, "-m", "bench.data", "--measure", way, str(path), str(tokenizer), str(cache)]
-    printed = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True
-    )
-    found: dict[str, float] = json.loads(printed.stdout.splitlines()[-1])
-    return found
-
-
-def spread_of(values: Iterable[float]) -> dict[str, float]:
-    """Quartiles; of a single value that one."""
-    given = [*values]
-    return quartiles(given * 2 if len(given) == 1 else given)
+    return {"seconds": seconds, "bytes": max(0, peak - before), "documents": sum(map(len, rows))}
 
 
 def main() -> None:
@@ -161,50 +118,40 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--megabytes", type=int, nargs="+", default=[20, 1000])
-    parser.add_argument("--rounds", type=int, default=3, help="of the smallest size; one of the others")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--json", type=Path, default=RESULTS / "data.json")
-    parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=3, type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.measure is not None:
-        way, *places = options.measure
-        print(json.dumps(measured_here(way, *map(Path, places))))
+    if options.measure:
+        print(json.dumps(measured_here(*options.measure)))
         return
-    load_before = load_average()
-    rows = []
-    with tempfile.TemporaryDirectory(dir=options.folder) as place:
-        folder = Path(place)
+    load_before, rows = load_average(), []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         write_tokenizer(folder / "tokenizer")
-        smallest = min(options.megabytes)
-        for size, kind in itertools.product(sorted(options.megabytes), KINDS):
-            path = write_data(folder, kind, size * 10**6)
-            found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-            draws = random.Random(size)
-            for number in range(options.rounds if size == smallest else 1):
-                cache = folder / f"cache-{number}"
-                ways = ["streamer", "plain"] if size == smallest else ["streamer"]
-                for way in draws.sample(ways, len(ways)):
-                    found[way].append(measure(way, path, folder / "tokenizer", cache))
-                found["again"].append(measure("again", path, folder / "tokenizer", cache))
-                for file in sorted(cache.rglob("*"), reverse=True):
-                    file.unlink() if file.is_file() else file.rmdir()
-            row = {"kind": kind, "bytes": path.stat().st_size, "ways": {}}
-            for way, runs in found.items():
-                if runs:
-                    row["ways"][way] = {
-                        "seconds": spread_of(run["seconds"] for run in runs),
-                        "bytes": spread_of(run["bytes"] for run in runs),
-                        "bytes_before": max(run["bytes_before"] for run in runs),
-                        "tokens": runs[0]["tokens"],
-                    }
-            plain_seconds, own = found["plain"], found["streamer"]
-            if plain_seconds:
-                pairs = zip(own, plain_seconds, strict=True)
-                row["ratio"] = spread_of(a["seconds"] / b["seconds"] for a, b in pairs)
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+        for megabytes, kind in itertools.product(options.megabytes, options.kinds):
+            path = write_data(folder, kind, megabytes * 10**6)
+            for start in STARTS:
+                places = [str(path), str(folder / "tokenizer"), str(folder / f"cache-{path.name}")]
+                command = [sys.executable, "-m", "bench.data", "--measure", *places]
+                found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+                rows.append({"kind": kind, "megabytes": megabytes, "start": start, **found})
+                print(rows[-1], flush=True)
             path.unlink()
     write_json(options.json, provenance("bench/data.py", load_before=load_before) | {"rows": rows})
+
+
+def data_table(report: Report) -> list[str]:
+    """A row for each size, kind of data and start."""
+    heads = ["", "MB", "documents", "start", "seconds", "MB of memory"]
+    rows = [
+        [
+            *(row["kind"], f"{row['megabytes']:,}", f"{row['documents']:,}", row["start"]),
+            *(f"{row['seconds']:,.1f}", f"{row['bytes'] / 1e6:,.0f}"),
+        ]
+        for row in report["rows"]
+    ]
+    return ["The second start finds the tokens of the first.", "", *table(heads, rows)]
 
 
 if __name__ == "__main__":

@@ -41,10 +41,10 @@ import streamer
 from bench.common import RESULTS, load_average, provenance, quartiles, write_json
 from bench.disk_table import step_table
 from models.gpt2 import GPT
-from streamer.app.calibrate.command import calibrate
 from streamer.backends.base import DISKS, Backend
 from streamer.backends.disk import Direction, Disks, Scratch
 from streamer.backends.virtual import VirtualBackend
+from streamer.cli.calibrate.command import calibrate
 from streamer.engine.handle import wrapped
 from streamer.planner.machine import Machine
 from streamer.planner.step import Prediction, predict_step

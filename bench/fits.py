@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,11 @@ from bench.common import RESULTS, load_average, provenance, write_json
 from bench.fits_report import failures, print_report
 from bench.no_values import add_option, go_on_without_values
 from bench.raw_copies import RawCopies
-from streamer.app.config import Config, ConfigError, load_config
-from streamer.app.data.load import load_bytes
-from streamer.app.run.build import build_model, build_optimizer
-from streamer.app.run.loop import Loop
 from streamer.backends.base import Lane
+from streamer.backends.ranks import Ranks
+from streamer.cli.build import build_model
+from streamer.cli.config import Config, ConfigError, load_config, with_keys
+from streamer.cli.loop import Loop, load_text
 from streamer.engine.handle import wrapped
 from streamer.engine.paging.executor import Executor
 from streamer.model.options import parse_bytes
@@ -53,10 +53,9 @@ class Run:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        data = load_bytes(config.data.paths, val_fraction=config.data.val_fraction)
-        torch.manual_seed(config.run.seed)
+        torch.manual_seed(config.train.seed)
         self.model = build_model(config)
-        self.loop = Loop(config, self.model, build_optimizer(config.optimizer, self.model), data)
+        self.loop = Loop(config, self.model, load_text(config), Ranks())
         self.raw = RawCopies(self.executor.backend)
 
     @property
@@ -65,7 +64,8 @@ class Run:
 
     def step(self, batch_size: int) -> dict[str, float]:
         """One step of so many sequences; its loss and the norm of its gradient."""
-        self.loop.config = replace(self.config, data=replace(self.config.data, batch_size=batch_size))
+        self.loop.config = with_keys(self.config, train={"per_device_train_batch_size": batch_size})
+        self.loop.train = self.loop.config.train
         return self.loop.train_step()
 
 
@@ -78,7 +78,7 @@ def within_limits(run: Run, steps: int) -> dict[str, Any]:
     seconds, asked = [], []
     for _ in range(steps):
         begun = time.perf_counter()
-        measured = run.step(run.config.data.batch_size)
+        measured = run.step(run.config.train.batch_size)
         losses.append(measured["loss"])
         norms.append(measured.get("grad_norm"))  # there is none where updates do not wait for it
         seconds.append(time.perf_counter() - begun)
@@ -87,7 +87,7 @@ def within_limits(run: Run, steps: int) -> dict[str, Any]:
         print(f"step {len(losses)}: loss {losses[-1]:.4f}, {seconds[-1]:.2f} s", flush=True)
     last = run.loop.validate()
     stats = streamer.stats(run.model)
-    tokens = run.config.data.batch_size * run.config.data.context
+    tokens = run.config.train.batch_size * run.config.train.max_length
     return {
         "tokens_per_step": tokens,
         "validation_loss": [first, last],
@@ -107,7 +107,7 @@ def within_limits(run: Run, steps: int) -> dict[str, Any]:
 
 def with_batch(run: Run, batch_size: int) -> dict[str, Any]:
     """Steps of another batch size, traced."""
-    tokens = batch_size * run.config.data.context
+    tokens = batch_size * run.config.train.max_length
     found: dict[str, Any] = {"batch_size": batch_size, "tokens_per_step": tokens}
     if run.executor.backend.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.executor.backend.device)
@@ -162,7 +162,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", type=Path)
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+    parser.add_argument("--set", action="append", default=[], metavar="TABLE.KEY=VALUE", dest="overrides")
     parser.add_argument("--steps", type=int, default=16, help="on text, 3 or more (16)")
     parser.add_argument("--host-memory", help='at most, such as "120GiB" (not checked)')
     parser.add_argument("--batch-sizes", type=int, nargs="*", default=[], help="larger ones, in sequences")

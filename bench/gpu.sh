@@ -81,12 +81,12 @@ if [ -n "${NO_VALUES:-}" ]; then
   tests=(--assert=plain --show-capture=no)  # to print a tensor that no kernel has written can take for ever
 fi
 if [ -n "${SMALL:-}" ]; then
-  fits=(--set model.args.n_layer=12 --set model.args.n_head=8 --set model.args.n_embd=512 --set data.context=256
+  fits=(--set model.args.n_layer=12 --set model.args.n_head=8 --set model.args.n_embd=512 --set train.max_length=256
     --set 'stream.device_memory="2GiB"')
   versus=(--n-layer 3 --n-head 8 --n-embd 512 --batch-size 4 --context 256)
   versus_groups=(streamer-2,streamer-3 fsdp2,torchao-bf16)
   overlap=(--set model.args.n_layer=4 --set model.args.n_head=8 --set model.args.n_embd=512
-    --set data.batch_size=4)
+    --set train.per_device_train_batch_size=4)
   tokens=(--n-head 8 --n-embd 512 --vocab-size 1000 --context 128)
   depth=(--layers 2 4 8 --n-head 8 --n-embd 256 --context 64)
   hidden=(--n-layer 4 --n-head 8 --n-embd 512 --context 128 --compute-threads 1 --host-threads 1)
@@ -103,7 +103,7 @@ fi
 measure() {
   nvidia-smi || true
   free -g || true
-  part fits 230 "$python" -m bench.fits configs/gpt2-10b.toml --steps 8 --set optimizer.warmup_steps=4 \
+  part fits 230 "$python" -m bench.fits configs/gpt2-10b.toml --steps 8 --set train.warmup_steps=4 \
     --host-memory 120GiB --batch-sizes 32 48 --json "$folder/fits.json" "${fits[@]}" "${values[@]}"
   part versus 150 "$python" -m bench.versus --device cuda --n-layer 48 --n-head 25 --n-embd 1600 \
     --vocab-size 50257 --context 1024 --batch-size 32 --lr 1e-4 --rounds 5 --steps 2 --seconds 45 \

@@ -21,9 +21,9 @@ from typing import Any
 
 from bench.common import RESULTS, load_average, provenance, write_json
 from bench.model_sizes_table import sizes_table
-from streamer.app.config import Config, ConfigError, load_config
-from streamer.app.plan.planning import RunPlan, plan_run
 from streamer.backends.base import Lane
+from streamer.cli.config import Config, ConfigError, load_config
+from streamer.cli.plan.planning import RunPlan, plan_run
 from streamer.planner.machine import Machine, named_machine
 
 MACHINES = ("laptop-8gb", "rtx-4090", "h100-pcie")
@@ -77,14 +77,11 @@ CONFIG = f"""
 [run]
 name = "sizes"
 steps = 1000
-[data]
-context = {CONTEXT}
-batch_size = {SEQUENCES}
-paths = ["/"]
+[train]
+max_length = {CONTEXT}
+per_device_train_batch_size = {SEQUENCES}
 [stream]
 dtype = "bfloat16"
-[optimizer]
-lr = 1e-5
 """
 
 
@@ -94,13 +91,13 @@ def configs(folder: Path, machine: Machine, *, rank: int, quantize: str = "none"
     file.write_text(CONFIG)
     for activations, micro_batch in product(ACTIVATIONS, MICRO_BATCHES):
         changed = [
-            f"model.pretrained={json.dumps(str(folder))}",
+            f"model.path={json.dumps(str(folder))}",
             f"stream.activations={json.dumps(activations)}",
             f"stream.micro_batch_size={micro_batch}",
             f'stream.device_memory="{int(SHARE * machine.device_bytes)}B"',
-            'memory.disk="/"',
+            'stream.disk="/"',
         ]
-        changed += [f"lora.rank={rank}"] if rank else ['optimizer.state_dtype="bfloat16"']
+        changed += [f"lora.r={rank}"] if rank else ['optimizer.state_dtype="bfloat16"']
         changed += [f"model.quantize={quantize}"]
         yield load_config(file, changed)
 

@@ -49,10 +49,10 @@ import streamer
 from bench import roundings
 from bench.common import RESULTS, load_average, mean_and_std, provenance, write_json
 from models.gpt2 import GPT
-from streamer.app.data.load import load_bytes
-from streamer.app.data.splits import VOCAB_SIZE
+from streamer.cli.config import Config, ModelConfig, TrainConfig
+from streamer.cli.loop import Text, load_text
 
-CONTEXT, BATCH_SIZE = 64, 16
+VOCAB_SIZE, CONTEXT, BATCH_SIZE = 256, 64, 16
 MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 96}
 OPTIMIZER = {"lr": 4e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 WARMUP, MAX_NORM = 0.1, 1.0  # the part of the steps in which the rate rises; clipping
@@ -100,6 +100,11 @@ def schedule(step: int, steps: int) -> float:
     return (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
 
 
+def text() -> Text:
+    """The bytes of the Python standard library's sources."""
+    return load_text(Config(ModelConfig(factory="models.gpt2:GPT"), train=TrainConfig(max_length=CONTEXT)))
+
+
 def loss_of(model: GPT, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
@@ -109,8 +114,8 @@ def train(variant: str, seed: int, steps: int, threads: int) -> Run:
     began = time.perf_counter()
     torch.set_num_threads(threads)
     warnings.filterwarnings("ignore", "(a|the) gradient .*is NaN or infinite")  # counted in skipped_steps
-    data = load_bytes()
-    val_batches = data.val_batches(VAL_CROPS // VAL_BATCH_SIZE, VAL_BATCH_SIZE, CONTEXT)
+    data = text()
+    val_batches = data.validation(VAL_CROPS // VAL_BATCH_SIZE, VAL_BATCH_SIZE, CONTEXT)
     crops = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     model = streamer.wrap(
@@ -130,7 +135,7 @@ def train(variant: str, seed: int, steps: int, threads: int) -> Run:
     # PyTorch's fused bf16 attention spends half of a step in its backward on a CPU
     with sdpa_kernel(SDPBackend.MATH):
         for step in range(1, steps + 1):
-            loss_of(model, *data.batch("train", BATCH_SIZE, CONTEXT, crops)).backward()
+            loss_of(model, *data.drawn(BATCH_SIZE, CONTEXT, crops)[:2]).backward()
             streamer.clip_grad_norm_(model, MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()
@@ -140,7 +145,9 @@ def train(variant: str, seed: int, steps: int, threads: int) -> Run:
                 rounded.after_step()
             if step % evaluate_every == 0 or step == steps:
                 with torch.no_grad():
-                    losses[step] = statistics.fmean(loss_of(model, *batch).item() for batch in val_batches)
+                    losses[step] = statistics.fmean(
+                        loss_of(model, *batch[:2]).item() for batch in val_batches
+                    )
     skipped, ratios = streamer.stats(model).skipped_steps, rounded.second_moment_ratios() if rounded else {}
     return Run(variant, seed, losses, skipped, ratios, time.perf_counter() - began)
 
@@ -221,7 +228,7 @@ def main() -> None:
             runs.append(run)
             ratios = "".join(f", {ratio:.2f} at {at}" for at, ratio in run.second_moment_ratios.items())
             print(f"{run.variant} {run.seed}: {run.final:.4f} in {run.seconds:.0f} s{ratios}", flush=True)
-    rows, alone = summary(runs), load_bytes().unigram_entropy()
+    rows, alone = summary(runs), text().unigram_loss()
     report = {
         **provenance("bench/moments.py", load_before=load_before),
         "steps": options.steps,

@@ -45,12 +45,12 @@ from bench.common import RESULTS, load_average, provenance, write_json
 from bench.no_values import add_option, go_on_without_values
 from bench.overlap_table import print_report
 from bench.raw_copies import RawCopies
-from streamer.app.config import Config, ConfigError, load_config
-from streamer.app.run.build import build_model, build_optimizer
 from streamer.backends.base import Backend
 from streamer.backends.cuda import CudaBackend
 from streamer.backends.thread import ThreadBackend
 from streamer.backends.virtual import VirtualBackend
+from streamer.cli.build import build_model, build_optimizer
+from streamer.cli.config import Config, ConfigError, load_config
 from streamer.engine.handle import wrapped
 from streamer.planner.machine import A100_PCIE_4, H100_PCIE_5, H200, RTX_4090, RTX_4090_PCIE_3
 
@@ -59,9 +59,9 @@ MACHINES = {machine.name: machine for machine in (H200, RTX_4090, RTX_4090_PCIE_
 
 def training_step(config: Config, model: nn.Module) -> Callable[[], None]:
     """A step of the plain loop, always on the same random bytes."""
-    optimizer = build_optimizer(config.optimizer, model)
+    optimizer = build_optimizer(config, model)
     device = wrapped(model).executor.backend.device
-    shape = (2, config.data.batch_size, config.data.context)
+    shape = (2, config.train.per_device_train_batch_size, config.train.max_length)
     tokens, targets = torch.randint(256, shape).to(device)
     # clipping needs the norm's value, and meta tensors have none
     clips = config.stream.update == "step" and device.type != "meta"
@@ -71,7 +71,7 @@ def training_step(config: Config, model: nn.Module) -> Callable[[], None]:
         logits: torch.Tensor = getattr(result, "logits", result)
         F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
         if clips:
-            streamer.clip_grad_norm_(model, config.optimizer.grad_clip or math.inf)
+            streamer.clip_grad_norm_(model, config.train.max_grad_norm or math.inf)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -84,7 +84,7 @@ def measure(config: Config, backend: Backend, *, steps: int, warmup: int, trace:
 
     Raises ConfigError for what cannot be built and RuntimeError for a step whose gradients are not finite.
     """
-    torch.manual_seed(config.run.seed)
+    torch.manual_seed(config.train.seed)
     model = build_model(config, backend=backend)
     executor = wrapped(model).executor
     try:
@@ -98,10 +98,10 @@ def measure(config: Config, backend: Backend, *, steps: int, warmup: int, trace:
         streamer.save_trace(model, trace)
         placed = place(complete.in_order_of_issue())
         if sum(one.begins_step for one in placed) != warmup + steps + 1:
-            raise RuntimeError("a step was skipped: its gradients were not finite; lower optimizer.lr")
+            raise RuntimeError("a step was skipped: its gradients were not finite; lower train.learning_rate")
         measured = range(warmup, warmup + steps)
         parameters = sum(param.numel() for param in model.parameters())
-        tokens = config.data.batch_size * config.data.context
+        tokens = config.train.per_device_train_batch_size * config.train.max_length
         raw = RawCopies(backend)
         found = rows(placed, measured, raw.seconds)
         return {
@@ -138,7 +138,7 @@ def make_backend(kind: str | None, config: Config, machine: str) -> Backend:
 def draw_one_step(trace: Path, picture: Path) -> None:
     """The last measured step of ``trace`` as a timeline, if matplotlib is there."""
     try:
-        from streamer.app.plan import timeline
+        from streamer.cli.plan import timeline
     except ModuleNotFoundError as error:
         print(f"not drawn: {error}; matplotlib comes with the extra [plot]")
         return
@@ -153,7 +153,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", type=Path)
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+    parser.add_argument("--set", action="append", default=[], metavar="TABLE.KEY=VALUE", dest="overrides")
     parser.add_argument("--backend", choices=("cuda", "thread", "virtual"), help="(that of stream.device)")
     parser.add_argument("--machine", choices=sorted(MACHINES), default="H200", help="of the virtual backend")
     parser.add_argument("--steps", type=int, default=20, help="that are measured, 2 or more (20)")

@@ -26,11 +26,11 @@ import torch.nn.functional as F
 import streamer
 from bench.common import RESULTS, load_average, provenance, quartiles, write_json
 from models.gpt2 import GPT
-from streamer.app.calibrate.command import machine_of, print_table, sizes_of
-from streamer.app.calibrate.measure import Found, Measurements, add
 from streamer.backends.base import Backend, Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.backends.virtual import VirtualBackend
+from streamer.cli.calibrate.command import machine_of, print_table, sizes_of
+from streamer.cli.calibrate.measure import Found, Measurements, add
 from streamer.engine.handle import wrapped
 from streamer.planner.machine import Machine
 from streamer.planner.step import Prediction, predict_step

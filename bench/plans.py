@@ -13,9 +13,9 @@ from typing import Any
 
 from bench.common import RESULTS, load_average, provenance, write_json
 from bench.plans_table import plans_table
-from streamer.app.config import Config, load_config
-from streamer.app.plan.planning import RunPlan, plan_run
-from streamer.app.plan.variants import find_remedies
+from streamer.cli.config import Config, load_config
+from streamer.cli.plan.planning import RunPlan, plan_run
+from streamer.cli.plan.variants import find_remedies
 from streamer.planner.machine import MACHINES, named_machine
 
 CONFIG = Path(__file__).parent.parent / "configs" / "gpt2-10b.toml"

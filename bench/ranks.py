@@ -42,10 +42,10 @@ from torch import multiprocessing
 import streamer
 from bench.common import RESULTS, load_average, provenance, quartiles, write_json
 from models.gpt2 import GPT
-from streamer.app.config import load_config
-from streamer.app.plan.planning import plan_run, with_options
-from streamer.app.plan.variants import with_batch
 from streamer.backends.base import Lane
+from streamer.cli.config import load_config, with_keys
+from streamer.cli.plan.planning import plan_run
+from streamer.cli.plan.variants import with_batch
 from streamer.planner.machine import NVLINK, named_machine
 
 RANKS = 2
@@ -112,7 +112,7 @@ def on_paper() -> list[dict[str, Any]]:
     config = load_config("configs/gpt2-10b.toml")
     rows = []
     for name, share in itertools.product(CARDS, (1, 8)):
-        batch = config.data.batch_size // share
+        batch = config.train.per_device_train_batch_size // share
         server = named_machine(name).of_ranks(GPUS[-1])
         alone = None
         ways = [(gpus, False) for gpus in GPUS]
@@ -120,7 +120,7 @@ def on_paper() -> list[dict[str, Any]]:
             ways += [(gpus, True) for gpus in GPUS[1:]]
         for gpus, gathers in ways:
             machine = replace(server, ranks=gpus)
-            of_all = with_options(with_batch(config, gpus * batch), stream={"gather_weights": gathers})
+            of_all = with_keys(with_batch(config, batch), stream={"gather_weights": gathers})
             plan = plan_run(of_all, machine)
             alone = alone or plan.tokens_per_second
             busy = {lane.value: plan.step.prediction.busy_seconds[lane] for lane in Lane}
@@ -130,7 +130,7 @@ def on_paper() -> list[dict[str, Any]]:
                     "interconnect": machine.interconnect,
                     "gpus": gpus,
                     "gather_weights": gathers,
-                    "tokens_of_a_gpu": batch * config.data.context,
+                    "tokens_of_a_gpu": batch * config.train.max_length,
                     "tokens_per_second": plan.tokens_per_second,
                     "of_linear": plan.tokens_per_second / (gpus * alone),
                     "binding_lane": plan.step.prediction.binding_lane.value,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from bench.architectures_report import architectures_table
-from bench.data_table import data_table
+from bench.data import data_table
 from bench.disk_table import disk_table, step_table
 from bench.markdown import Report, number, share, spread, table
 from bench.model_sizes_table import sizes_table

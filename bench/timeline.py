@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from streamer.app.plan.timeline import draw
+from streamer.cli.plan.timeline import draw
 
 
 def main() -> None:

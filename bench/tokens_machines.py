@@ -29,10 +29,10 @@ import torch.nn.functional as F
 import streamer
 from bench.replay import UNIT, Recording, replay
 from bench.tokens_variants import Variant, chunked_loss, give_hidden, variants
-from streamer.app.config import Config, load_config
-from streamer.app.run.build import build_optimizer, import_factory
 from streamer.backends.base import Lane
 from streamer.backends.virtual import VirtualBackend
+from streamer.cli.build import build_optimizer, import_factory
+from streamer.cli.config import Config, load_config
 from streamer.engine.handle import wrapped
 from streamer.planner.machine import A100_PCIE_4, H100_PCIE_5, RTX_4090, RTX_4090_PCIE_3, Machine
 from streamer.planner.measure import Tracker
@@ -43,7 +43,7 @@ CONFIG = Path(__file__).parent.parent / "configs" / "gpt2-10b.toml"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, default=CONFIG)
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+    parser.add_argument("--set", action="append", default=[], metavar="TABLE.KEY=VALUE", dest="overrides")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2, 8, 16, 32, 64], help="(2 to 64)")
     parser.add_argument("--micro", type=int, default=8, help="sequences of a part of a batch (8)")
     parser.add_argument("--slots", type=int, default=6, help="where there are more than two (6)")
@@ -86,10 +86,10 @@ def measure(config: Config, variant: Variant, batch_size: int) -> dict[str, Any]
     )
     if variant.chunked:
         give_hidden(model)
-    optimizer = build_optimizer(config.optimizer, model)
+    optimizer = build_optimizer(config, model)
     executor = wrapped(model).executor
     recording = executor.issuer.trace = Recording()
-    tokens = torch.zeros(batch_size, config.data.context, dtype=torch.long, device="meta")
+    tokens = torch.zeros(batch_size, config.train.max_length, dtype=torch.long, device="meta")
 
     def loss(part: torch.Tensor) -> torch.Tensor:
         if variant.chunked:

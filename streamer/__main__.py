@@ -2,7 +2,7 @@
 
 import sys
 
-from streamer.app.cli import main
+from streamer.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

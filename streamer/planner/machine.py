@@ -441,14 +441,15 @@ H200 = replace(
 )
 
 #: A GH200 with 96 GB of HBM3 and 480 GB of LPDDR5X. The link, NVLink-C2C, has 450 GB/s each way (NVIDIA GH200
-#: data sheet), more than the CPU's memory, which both directions and the update share: hence ``beside``.
+#: data sheet); copies reach 411 to the device and 170 back, as others have measured. Both directions and the
+#: update share the CPU's memory: hence ``beside``.
 GH200 = replace(
     H100_SXM,
     name="GH200",
     flops_per_second=990e12,  # NVIDIA GH200 data sheet: bf16, half of 1979 with sparsity
     device_bytes_per_second=0.8 * 4000e9,  # the same: 4 TB/s of HBM3
-    h2d_bytes_per_second=300e9,  # four fifths of the CPU's memory; estimate
-    d2h_bytes_per_second=300e9,
+    h2d_bytes_per_second=411e9,
+    d2h_bytes_per_second=170e9,
     host_bytes_per_second=290e9,  # 480 GB of LPDDR5X have 384 GB/s (NVIDIA Grace CPU data sheet); estimate
     device_bytes=96 * GIB,  # the same: 96 GB
     host_bytes=447 * GIB,  # the same: 480 GB

@@ -17,11 +17,11 @@ from torch import nn
 
 import streamer
 from models.gpt2 import GPT
-from streamer.app.config import StreamConfig
-from streamer.app.plan.planning import this_machine
 from streamer.backends.base import Backend
 from streamer.backends.cuda import CudaBackend
 from streamer.backends.virtual import VirtualBackend
+from streamer.cli.config import StreamConfig
+from streamer.cli.plan.planning import this_machine
 from streamer.engine.handle import wrapped
 from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.norms import Norms

@@ -8,15 +8,15 @@ from itertools import permutations
 from pathlib import Path
 
 import streamer
-from streamer.app.calibrate.measure import PAIRS
 from streamer.backends.base import WORKER_LANES, Lane
+from streamer.cli.calibrate.measure import PAIRS
 from streamer.planner.machine import RTX_4090, Beside
 
 PACKAGE = Path(streamer.__file__).parent
 #: Who may name a lane other than COMPUTE and HOST: who lists them, what ops do, which way a copy goes, what
 #: more slots would hide, which lanes share the links between GPUs.
 NAMING = {
-    *("backends/base.py", "engine/schedule/op.py", "app/calibrate/measure.py", "planner/choice.py"),
+    *("backends/base.py", "engine/schedule/op.py", "cli/calibrate/measure.py", "planner/choose.py"),
     "planner/machine.py",
 }
 

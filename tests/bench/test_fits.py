@@ -13,25 +13,23 @@ from bench import fits, fits_report
 from bench.report_tables import TABLES
 
 TINY = """
-[run]
-name = "tiny"
-steps = 20
-eval_batches = 2
 [model]
 factory = "models.gpt2:GPT"
 args = {vocab_size = 256, block_size = 16, n_layer = 3, n_head = 2, n_embd = 16}
 init = "init_weights"
-[data]
-paths = ["text.txt"]
-context = 16
-batch_size = 4
-val_fraction = 0.3
 [stream]
 layers = "transformer.h"
 device = "cpu"
 device_memory = "MEMORY"
-[optimizer]
-lr = 1e-2
+[train]
+max_steps = 20
+max_length = 16
+per_device_train_batch_size = 4
+learning_rate = 1e-2
+eval_batches = 2
+[data]
+paths = ["text.txt"]
+val_fraction = 0.3
 """
 
 
@@ -48,7 +46,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_config_that_fits_and_larger_batches(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "fits.json"
     arguments = [str(config), "--steps", "6", "--host-memory", "64GiB", "--batch-sizes", "8", "16"]
-    arguments += ["--set", "optimizer.warmup_steps=2"]
+    arguments += ["--set", "train.warmup_steps=2"]
     assert fits.main([*arguments, "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     found = report["within_limits"]
@@ -61,7 +59,7 @@ def test_a_config_that_fits_and_larger_batches(config: Path, tmp_path: Path) -> 
     assert found["device_bytes_peak"] == owned + 3 * 4 * 16 * 16 * 4
     assert [row["tokens_per_step"] for row in report["with_batch"]] == [8 * 16, 16 * 16]
     text = "\n".join(TABLES[report["script"]](report))
-    assert text.startswith(f"{config} (optimizer.warmup_steps=2), ")
+    assert text.startswith(f"{config} (train.warmup_steps=2), ")
     assert f"validation loss {found['validation_loss'][0]:.3f} to" in text
     assert text.count("\n| ") == 2 + 3
     for row in report["with_batch"]:

@@ -16,7 +16,7 @@ import torch
 from bench import depth, fits, hidden_update, overlap, tokens_bus, tokens_per_transfer, versus
 from bench.versus_contenders import contenders
 from bench.versus_task import Task
-from streamer.app.config import Config, load_config
+from streamer.cli.config import Config, load_config
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench" / "gpu.sh"
@@ -151,7 +151,7 @@ def test_every_part_takes_the_arguments_that_it_gets(
     config = config_of(fitted)
     assert fitted.host_memory == "120GiB"
     assert all(size % config.stream.micro_batch_size == 0 for size in fitted.batch_sizes)
-    assert fitted.batch_sizes[0] == config.data.batch_size
+    assert fitted.batch_sizes[0] == config.train.per_device_train_batch_size
     traced = overlap.parse(given.pop("bench.overlap"))
     config_of(traced)
 

@@ -30,10 +30,10 @@ from bench.by_layer import (
 from bench.markdown import share
 from bench.overlap_table import COLUMNS, figure, table
 from bench.raw_copies import RawCopies
-from streamer.app.config import load_config
 from streamer.backends.base import Backend, Lane, Span
 from streamer.backends.thread import ThreadBackend
 from streamer.backends.virtual import VirtualBackend
+from streamer.cli.config import load_config
 from streamer.engine.handle import wrapped
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.op import Op
@@ -60,8 +60,8 @@ TINY = [
     "model.args.n_head=2",
     "model.args.n_layer=3",
     "model.args.block_size=8",
-    "data.context=8",
-    "data.batch_size=2",
+    "train.max_length=8",
+    "train.per_device_train_batch_size=2",
 ]
 
 
@@ -353,18 +353,18 @@ def test_a_run(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_without_matplotlib_there_is_no_picture_and_all_the_rest(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import streamer.app.plan
+    import streamer.cli.plan
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "streamer.app.plan.timeline", raising=False)
-    monkeypatch.delattr(streamer.app.plan, "timeline", raising=False)
+    monkeypatch.delitem(sys.modules, "streamer.cli.plan.timeline", raising=False)
+    monkeypatch.delattr(streamer.cli.plan, "timeline", raising=False)
     run_main(tmp_path, "--backend", "virtual")
     assert "not drawn: import of matplotlib" in capsys.readouterr().out
     assert not (tmp_path / "overlap.png").exists()
 
 
 def test_a_step_that_was_skipped_is_no_step(tmp_path: Path) -> None:
-    config = load_config(DEMO, [*TINY, "optimizer.lr=1e30", "optimizer.min_lr=0.0"])
+    config = load_config(DEMO, [*TINY, "train.learning_rate=1e30"])
     with (
         pytest.warns(UserWarning, match="this step is skipped"),
         pytest.raises(RuntimeError, match="a step was skipped"),

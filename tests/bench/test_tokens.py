@@ -159,7 +159,7 @@ def test_a_step_timed_anew_is_the_step_that_the_machine_would_predict() -> None:
 
 def test_machines_once(tmp_path: Path) -> None:
     sizes = {"n_layer": 4, "n_embd": 64, "vocab_size": 256, "block_size": 128}
-    small = {f"model.args.{name}": size for name, size in sizes.items()} | {"data.context": 128}
+    small = {f"model.args.{name}": size for name, size in sizes.items()} | {"train.max_length": 128}
     sets = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
     names = [BASELINE, "3 slots", "accumulation", "micro-batches", "offload", "all that saves"]
     few = ["--batch-sizes", "4", "--micro", "2", "--slots", "3", "--only", *names]

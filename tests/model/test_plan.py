@@ -9,10 +9,10 @@ import torch
 
 import streamer
 from models.gpt2 import GPT
-from streamer.app.config import load_config
-from streamer.app.plan.planning import plan_run
+from streamer.cli.config import load_config
+from streamer.cli.plan.planning import plan_run
 from streamer.planner.machine import MACHINES, named_machine
-from tests.app.test_plan_command import SMALL
+from tests.cli.test_plan_command import SMALL
 
 SIZES = {"vocab_size": 256, "block_size": 32, "n_layer": 5, "n_head": 2, "n_embd": 64}
 TOKENS = torch.zeros(8, 32, dtype=torch.long)
@@ -28,7 +28,7 @@ def test_it_agrees_with_the_command(tmp_path: object) -> None:
 
     path = Path(str(tmp_path)) / "small.toml"
     path.write_text(SMALL)
-    command = plan_run(load_config(path, ["optimizer.grad_clip=0"]), named_machine("rtx-4090")).step
+    command = plan_run(load_config(path, ["train.max_grad_norm=0"]), named_machine("rtx-4090")).step
     found = streamer.plan(model(), TOKENS, layers="transformer.h", machine="rtx-4090")
     assert found.host_bytes == dict(command.host_bytes)
     # the buffers are the same; the command's loss holds logits in fp32

@@ -16,12 +16,12 @@ from torch import nn
 
 import streamer
 from models.gpt2 import GPT
-from streamer.app.config import Config, ConfigError, load_config
-from streamer.app.plan.planning import PROCESS_BYTES, plan_run, settle, with_options
-from streamer.app.train import train as train_config
 from streamer.backends.base import Lane
 from streamer.backends.disk import Disks, Scratch
 from streamer.backends.thread import ThreadBackend
+from streamer.cli.config import Config, ConfigError, load_config, with_keys
+from streamer.cli.loop import train_own
+from streamer.cli.plan.planning import PROCESS_BYTES, plan_run, settle
 from streamer.engine.handle import wrapped
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.model.move_in import room_of
@@ -283,7 +283,7 @@ def test_batch_dims_go_with_micro_batches_alone(config: Config) -> None:
     chosen = wrapped_auto(model, micro_batch_size="auto", batch_dims={"x": 0})
     streamer.unwrap(model)
     assert chosen.choice.micro_batch_size is None
-    given = with_options(config, stream={"micro_batch_size": "auto", "batch_dims": {"x": 0}})
+    given = with_keys(config, stream={"micro_batch_size": "auto", "batch_dims": {"x": 0}})
     settled, _ = settle(given, replace(CPU, host_bytes=1 << 34))
     assert (settled.stream.micro_batch_size, settled.stream.batch_dims) == (None, None)
 
@@ -478,9 +478,13 @@ def config(tmp_path: Path) -> Config:
     path = tmp_path / "run.toml"
     path.write_text(
         """
-        run = { name = "auto", steps = 1, eval_batches = 1, sample_tokens = 0 }
-        data = { context = 16, batch_size = 4 }
-        optimizer = { lr = 1e-3, state_dtype = "int8" }
+        optimizer = { state_dtype = "int8" }
+        sample = { tokens = 0 }
+        [train]
+        max_steps = 1
+        max_length = 16
+        per_device_train_batch_size = 4
+        eval_batches = 1
         [model]
         factory = "models.gpt2:GPT"
         args = { vocab_size = 256, block_size = 16, n_layer = 2, n_head = 2, n_embd = 32 }
@@ -511,16 +515,16 @@ def test_a_config_is_settled_for_a_machine(config: Config) -> None:
 
 
 def test_a_config_is_settled_with_parts_of_layers(config: Config) -> None:
-    config = with_options(
+    config = with_keys(
         config,
         model={"args": config.model.args | {"n_embd": 128}},
-        data={"context": 4, "batch_size": 1},
+        train={"max_length": 4, "per_device_train_batch_size": 1},
         stream={"activations": "recompute", "num_slots": "auto", "device_memory": "900kB"},
     )
     machine = replace(CPU, host_bytes=PROCESS_BYTES + (1 << 30), device_bytes=1 << 30)
     with pytest.raises(ConfigError, match=r"or stream parts of layers \(stream.layers takes globs\)"):
         settle(config, machine)
-    settled, chosen = settle(with_options(config, stream={"layers": PARTS}), machine)
+    settled, chosen = settle(with_keys(config, stream={"layers": PARTS}), machine)
     assert chosen is not None
     planned = plan_run(settled, machine)
     assert planned.fits and planned.step == chosen.plan
@@ -531,14 +535,14 @@ def test_train_says_what_was_chosen_and_runs_it(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("all that is chosen is told. " * 40)
-    config = with_options(
+    config = with_keys(
         config,
-        run={"out": str(tmp_path)},
+        train={"output_dir": str(tmp_path / "auto")},
         data={"paths": (str(text),), "val_fraction": 0.3},
         optimizer={"state_dtype": "float32"},
         stream={"activations": "recompute", "num_slots": "auto", "dtype": None},
     )
-    assert train_config(config) is not None
+    train_own(config)
     told = capsys.readouterr().out
     ran = load_config(tmp_path / "auto" / "config.toml")
     assert f"chosen: 'recompute' in all layers, {ran.stream.num_slots} slot" in told

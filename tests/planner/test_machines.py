@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from streamer.app.config import ConfigError
-from streamer.app.machine_file import dump_machine, load_machine, machine
 from streamer.backends.base import Event, Lane, Span
 from streamer.backends.virtual import Clock, VirtualBackend
+from streamer.cli.calibrate.machine_file import dump_machine, load_machine, machine
+from streamer.cli.config import ConfigError
 from streamer.planner.cost import Cost, DeviceKernels, Operations
 from streamer.planner.machine import BY_GPU, GIB, MACHINES, Beside, Machine, like_name, peak_flops
 
@@ -39,7 +39,7 @@ def test_a_named_machine_is_complete_and_plausible(name: str, tmp_path: Path) ->
     assert 20e12 < found.flops_per_second < 1000e12
     assert 0.2e12 < found.device_bytes_per_second < 4e12
     assert found.host_bytes_per_second < found.device_bytes_per_second
-    assert 12e9 <= found.h2d_bytes_per_second == found.d2h_bytes_per_second <= 450e9
+    assert 12e9 <= found.d2h_bytes_per_second <= found.h2d_bytes_per_second <= 450e9
     assert 8 * GIB <= found.device_bytes <= 144 * GIB < 512 * GIB
     if found.coherent:
         assert found.device_bytes == found.host_bytes == machine(name, 4).host_bytes, "one memory"
@@ -130,9 +130,9 @@ def test_the_least_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("[machine]", "[machines]", r"unknown section \[machines\]; did you mean 'machine'\?"),
-        ("[machine]", "x = 1\n[machine]", r"unknown section \[x\]; there are: machine, beside, measured"),
-        ("[machine]", "beside = 1\n[machine]", r"beside must be a section: write \[beside\]"),
+        ("[machine]", "[machines]", r"unknown table \[machines\]; did you mean 'machine'\?"),
+        ("[machine]", "x = 1\n[machine]", r"unknown table \[x\]; there are: machine, beside, measured"),
+        ("[machine]", "beside = 1\n[machine]", r"beside must be a table: write \[beside\]"),
         (LEAST, "", r"there is no \[machine\]: give a file that streamer calibrate has written"),
         ("host_bytes = 1", "host_byte = 1", r"unknown key 'host_byte' in \[machine\]; did you mean 'host_b"),
         ("host_bytes = 1\n", "", "machine.host_bytes is missing: give an integer of 1 or more"),
@@ -158,7 +158,7 @@ def test_the_least_file(tmp_path: Path) -> None:
             r"unknown key 'copy_cpy' in \[beside\]; did you mean 'copy_copy'\?",
         ),
         ('"least"', '"least"\ncoherent = 1', "machine.coherent must be true or false, not 1"),
-        ("[machine]", "[machine", "not TOML in UTF-8, correct it there"),
+        ("[machine]", "[machine", "not TOML in UTF-8"),
     ],
 )
 def test_a_bad_file_is_told_in_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -173,7 +173,7 @@ def test_a_bad_file_is_told_in_one_line(tmp_path: Path, old: str, new: str, mess
 
 def test_a_file_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(LEAST)
-    with pytest.raises(ConfigError, match=r"machine.toml: No such file .* folder: .*mine.toml"):
+    with pytest.raises(ConfigError, match=r"machine.toml: No such file .*mine.toml"):
         machine(str(tmp_path / "machine.toml"))
 
 

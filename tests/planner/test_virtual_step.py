@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import streamer
 from models.gpt2 import GPT
-from streamer.app.config import load_config
-from streamer.app.run.build import build_model, build_optimizer
 from streamer.backends.base import Lane
 from streamer.backends.virtual import VirtualBackend
+from streamer.cli.build import build_model, build_optimizer
+from streamer.cli.config import load_config
 from streamer.engine.handle import wrapped
 from streamer.planner.cost import DeviceKernels, Operations
 from streamer.planner.machine import GIB, H200, Machine
@@ -210,8 +210,8 @@ def test_a_large_batch_hides_copies_and_updates_of_ten_billion_parameters() -> N
     """A step of 64k tokens, at once, with the model and the optimizer of the config."""
     config = load_config(CONFIGS / "gpt2-10b.toml", ["stream.micro_batch_size=64"])
     model = build_model(config, backend=VirtualBackend(H200))
-    optimizer = build_optimizer(config.optimizer, model)
-    tokens = torch.zeros(64, config.data.context, dtype=torch.long, device="meta")
+    optimizer = build_optimizer(config, model)
+    tokens = torch.zeros(64, config.train.max_length, dtype=torch.long, device="meta")
 
     def step() -> None:
         model(tokens).sum().backward()
@@ -231,7 +231,7 @@ def test_a_large_batch_hides_copies_and_updates_of_ten_billion_parameters() -> N
 def test_the_config_of_ten_billion_parameters_fits_where_it_says() -> None:
     config = load_config(CONFIGS / "gpt2-10b.toml")
     model = build_model(config, backend=VirtualBackend(H200))
-    build_optimizer(config.optimizer, model)
+    build_optimizer(config, model)
     assert sum(param.numel() for param in model.parameters()) == pytest.approx(10.28e9, rel=1e-3)
     at_rest = sum(streamer.stats(model).host_bytes.values())
     assert at_rest == pytest.approx(95.7 * GIB, rel=1e-3)
@@ -239,7 +239,9 @@ def test_the_config_of_ten_billion_parameters_fits_where_it_says() -> None:
     few, layers = 4, config.model.args["n_layer"]
     config = load_config(CONFIGS / "gpt2-10b.toml", [f"model.args.n_layer={few}"])
     model = build_model(config, backend=VirtualBackend(H200))
-    tokens = torch.zeros(config.data.batch_size, config.data.context, dtype=torch.long, device="meta")
+    tokens = torch.zeros(
+        config.train.per_device_train_batch_size, config.train.max_length, dtype=torch.long, device="meta"
+    )
 
     def backward() -> None:
         model(tokens, loss_of=partial(streamer.chunked_cross_entropy, targets=tokens)).backward()

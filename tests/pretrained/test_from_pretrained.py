@@ -21,7 +21,6 @@ from bench.architectures import ALL, Architecture
 from models.gpt2 import GPT
 from streamer.engine.handle import home_of
 from streamer.pretrained.architecture import parameters_on_meta
-from tests.app.test_export import exported, trained
 from tests.model.test_moving import LINUX, MIB, ROOT
 from tests.model_folders import FILE, SIZES, Shared, differing, in_use, load, rewritten, saved, unwrapped
 from tests.reference import assert_parity, batch, train
@@ -259,22 +258,6 @@ def test_a_file_and_a_function(tmp_path: Path) -> None:
         assert model.training
         assert torch.equal(model(batch(0)[:, :16]), plain(batch(0)[:, :16]))
         assert differing(streamer.unwrap(model).state_dict(), plain.state_dict()) == []
-
-
-def test_what_streamer_has_exported(tmp_path: Path) -> None:
-    """With a weight under three names, buffers of several kinds, and a weight that is frozen."""
-    plain = trained(tmp_path / "run", "tests.app.test_export:Odd")
-    folder = exported(tmp_path / "run", tmp_path / "out", "float32")
-
-    def make() -> nn.Module:
-        from tests.app.test_export import Odd
-
-        return Odd(**SIZES)
-
-    model = unwrapped(folder, make, "transformer.h")
-    assert differing(model.state_dict(), plain.state_dict()) == []
-    assert differing(dict(model.named_buffers()), dict(plain.named_buffers())) == []
-    assert not model.transformer.wpe.weight.requires_grad
 
 
 def test_a_parameter_that_two_modules_are_given_is_one(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from streamer.backends.base import Lane
 from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
 from streamer.planner.machine import RTX_4090
-from streamer.planner.step import StepPlan, plan_step
+from streamer.planner.step import ROUNDING, StepPlan, plan_step
 from streamer.pretrained.quantize import SCHEMES
 from streamer.quantized.parts import composite_of
 from tests.model_folders import rewritten
@@ -196,9 +196,11 @@ def test_values_of_experts_are_in_a_plan(word: str, mixture: Path) -> None:
     stacks = 2 * 3 * 4 * 64 * 96
     for activations, graphs in (("recompute", 1), ("keep", 2)):
         exact, quantized = (planned(mixture, each, activations=activations) for each in (None, word))
-        more = sum(quantized.device_bytes.values()) - sum(exact.device_bytes.values())
+        held = [sum(plan.device_bytes.values()) - plan.device_bytes[ROUNDING] for plan in (exact, quantized)]
+        more = held[1] - held[0]
         slots = exact.device_bytes["weight slots"] - quantized.device_bytes["weight slots"]
-        assert 0.7 * graphs * stacks < more + slots < (graphs + 0.5) * stacks
+        # and what a plan adds for kernels' temporaries
+        assert 0.7 * graphs * stacks < more + slots < (graphs + 0.7) * stacks
         assert quantized.prediction.busy_seconds[Lane.COMPUTE] > exact.prediction.busy_seconds[Lane.COMPUTE]
 
 

@@ -13,7 +13,7 @@ import torch
 import torch._dynamo  # noqa: F401 - optimizers import it, in more than a second
 
 import streamer
-import streamer.app.train
+import streamer.cli.loop
 import streamer_native as native
 
 for devices in (torch.cuda, torch.xpu, torch.mtia):

@@ -10,9 +10,9 @@ import torch
 
 import streamer
 from models.gpt2 import MLP
-from streamer.app.cli import main
 from streamer.backends.thread import ThreadBackend
-from tests.app.test_resume import CONFIG
+from streamer.cli.main import main
+from tests.cli.test_loop import CONFIG
 from tests.reference import gradients, language_loss, one_step, streamed, tiny_gpt
 
 
@@ -92,9 +92,8 @@ def test_a_run_without_enough_memory_ends_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text("to be or not to be, that is the question. " * 100)
-    (tmp_path / "run.toml").write_text(CONFIG)
+    (tmp_path / "text").write_text("to be or not to be, that is the question. " * 100)
+    (tmp_path / "run.toml").write_text(CONFIG.format(out="run", text="text"))
 
     plain = MLP.forward
 

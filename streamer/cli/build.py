@@ -1,0 +1,271 @@
+"""The wrapped model and the optimizer of a configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import streamer
+from streamer.backends.base import Backend
+from streamer.checkpoint.tensors import in_a_line
+from streamer.cli.config import FACTORY, Config, ConfigError, ModelConfig, TrainConfig, with_keys
+from streamer.cli.shipped import model_module
+from streamer.config_values import nearest
+from streamer.errors import DiskError
+from streamer.integrations.rows import ROWS
+from streamer.model.layers import find_layers
+from streamer.pretrained.architecture import (
+    ModelClass,
+    build,
+    folder_of,
+    is_of_transformers,
+    is_quantized,
+    transformers_library,
+)
+from streamer.pretrained.files import has_weights, stored_tensors
+from streamer.pretrained.quantize import quantize_weights
+from streamer.pretrained.quantized_files import usual_dtype
+
+#: What ``[lora]`` is where it does not say otherwise.
+LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
+#: Options of peft that compute first values from those of the base, which is read after its adapters are
+#: added.
+OF_VALUES = ("use_dora", "modules_to_save", "trainable_token_indices")
+
+
+def build_model(config: Config, *, backend: Backend | None = None, process_group: Any = None) -> nn.Module:
+    """The model, wrapped: on ``backend``, by default that of ``stream.device``, and for the ranks of
+    ``process_group``. Raises ConfigError for what its function, `streamer.from_pretrained` or `streamer.wrap`
+    refuses."""
+    options = {**wrap_options(config), "backend": backend, "process_group": process_group}
+    if config.model.path is not None:
+        with refusals("[model] and [stream]"):
+            return from_files(config, options)
+    model, init = _own_model(config.model, on_meta=backend is not None and backend.device.type == "meta")
+    with refusals("[stream]"):
+        return streamer.wrap(model, init=init, **options)
+
+
+def from_files(config: Config, options: Mapping[str, Any]) -> nn.Module:
+    """The pretrained model with its adapters, wrapped with ``options``. Raises what
+    `streamer.from_pretrained` raises."""
+    model = config.model
+    kind, changed = _class(model)
+    return streamer.from_pretrained(
+        str(model.path),
+        kind,
+        init=model.init,
+        config=changed,
+        adapt=partial(add_adapters, lora=config.lora) if config.lora else None,
+        quantize=None if model.quantize == "none" else model.quantize,
+        skip=model.quantize_skip,
+        **options,
+    )
+
+
+def wrap_options(config: Config) -> dict[str, Any]:
+    """Keyword arguments of `streamer.wrap`."""
+    options = dict(vars(config.stream))
+    options["dtype"] = dtype_of(config)
+    dims: Mapping[str, Any] = options["batch_dims"] or {}
+    options["batch_dims"] = {name: None if dim == "none" else dim for name, dim in dims.items()} or None
+    if config.model.path is not None and options["micro_batch_size"] is not None:
+        options["batch_dims"] = ROWS | (options["batch_dims"] or {})
+    return options
+
+
+def build_optimizer(config: Config, model: nn.Module) -> streamer.AdamW:
+    """AdamW over all parameters of the wrapped model that are trained."""
+    train: TrainConfig = config.train
+    with refusals("[optimizer]"):
+        return streamer.AdamW(
+            model.parameters(),
+            lr=train.learning_rate,
+            betas=(train.adam_beta1, train.adam_beta2),
+            eps=train.adam_epsilon,
+            weight_decay=train.weight_decay,
+            state_dtype=config.optimizer.state_dtype,
+            skip_nonfinite=config.optimizer.skip_nonfinite,
+        )
+
+
+@contextlib.contextmanager
+def refusals(section: str, *, besides: type[Exception] = ConfigError) -> Iterator[None]:
+    """Inside the block an error of the library becomes a ConfigError that names keys of ``section``; errors
+    ``besides`` stay what they are."""
+    try:
+        yield
+    except (ConfigError, besides):
+        raise
+    except (DiskError, OSError, TypeError, ValueError, MemoryError) as error:
+        raise ConfigError.of(section, error) from error
+
+
+def dtype_of(config: Config) -> torch.dtype | None:
+    """The dtype that weights are streamed in; None for their own."""
+    return None if config.stream.dtype is None else getattr(torch, config.stream.dtype)
+
+
+def settle_fp16(config: Config) -> tuple[Config, str | None]:
+    """``config`` with fp16 weights of a folder streamed in bf16 unless ``stream.dtype`` says in what, and a
+    line that says so. fp16 ends at 65,504 and 6e-8, beyond which gradients overflow or vanish."""
+    folder = config.model.path
+    if folder is None or config.stream.dtype is not None:
+        return config, None
+    try:
+        if has_weights(Path(folder)):
+            dtype = usual_dtype(stored_tensors(Path(folder)))
+        else:
+            dtype = getattr(without_values(config), "dtype", None)
+    except (OSError, TypeError, ValueError):
+        return config, None  # building the model raises this again
+    if dtype is not torch.float16:
+        return config, None
+    line = (
+        f"{folder} has fp16 weights: they are streamed in bfloat16, whose range needs no scaling of the "
+        "loss; --set stream.dtype=float16 --set train.fp16=true trains in fp16"
+    )
+    return with_keys(config, stream={"dtype": "bfloat16"}), line
+
+
+# without values
+
+
+def without_values(config: Config, *, quantized: bool = False) -> Any:
+    """The model with its parameters on the meta device, with its adapters, to be streamed in
+    ``stream.dtype``. With ``quantized`` its linear layers are as ``model.quantize`` says: then raises
+    ValueError for a model that is quantized in its files, which only they could tell of."""
+    model, dtype = config.model, dtype_of(config)
+    if model.path is None:
+        return _own_model(model, on_meta=True)[0]
+    kind, changed = _class(model)
+    built = build(Path(model.path), kind, changed, dtype)
+    if quantized:
+        if is_quantized(built):
+            raise ValueError(f"{model.path}: its weights are quantized: put its safetensors files there")
+        if model.quantize != "none":
+            quantize_weights(
+                built, find_layers(built, None), model.quantize, model.quantize_skip, None, dtype
+            )
+    return add_adapters(built, config.lora) if config.lora else built
+
+
+def _own_model(model: ModelConfig, *, on_meta: bool) -> tuple[nn.Module, Callable[..., Any] | None]:
+    """The model of ``model.factory``, and the method ``model.init``, with which it is built without
+    values."""
+    factory = import_factory(str(model.factory))
+    try:
+        with contextlib.ExitStack() as stack:
+            if on_meta or model.init is not None:
+                stack.enter_context(torch.device("meta"))
+                stack.enter_context(_NothingDrawn())
+            built = factory(**model.args)
+        if not isinstance(built, nn.Module):
+            raise ValueError(f"it returns a {type(built).__name__}, not an nn.Module")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model.factory {model.factory} with these args: {error}") from error
+    if model.init is None:
+        return built, None
+    init = getattr(built, model.init, None)
+    if not callable(init):
+        raise ConfigError(f"model.init = {model.init!r}: {type(built).__name__} has no such method")
+    return built, init
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Inside the block no normal numbers are drawn for tensors without values: PyTorch would import its
+    compiler for that, which takes longer than all else at the start of a run."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (nn.init.normal_, torch.Tensor.normal_):
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
+
+
+def import_factory(spec: str) -> Callable[..., Any]:
+    """The callable ``module:callable``, found with the working directory importable, or among streamer's own
+    models. Raises ConfigError where there is none; other errors of the module come through as they are."""
+    if not FACTORY.accepts(spec):
+        raise ConfigError(f"the factory must be {FACTORY.words}, not {spec!r}")
+    module_name, _, attribute = spec.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as with `python -m`, and for later imports of the module
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        own = model_module(module_name)
+        if own is None:
+            raise ConfigError(f"{spec}: no module {error.name!r} in {os.getcwd()} or installed") from None
+        module = own
+    factory: Callable[..., Any] | None = getattr(module, attribute, None)
+    if not callable(factory):
+        remedy = nearest(attribute, [name for name, value in vars(module).items() if callable(value)])
+        raise ConfigError(f"{spec}: {module_name} has no callable {attribute!r}; {remedy}")
+    return factory
+
+
+def _class(model: ModelConfig) -> tuple[ModelClass | None, Any]:
+    """The class of a pretrained model and its config; None for those of its folder."""
+    kind = None if model.factory is None else import_factory(model.factory)
+    if kind is not None and not is_of_transformers(kind):
+        return partial(kind, **model.args), None
+    return kind, _changed_config(str(model.path), model.args) if model.args else None
+
+
+def _changed_config(folder: str, args: Mapping[str, Any]) -> Any:
+    known = transformers_library().AutoConfig.from_pretrained(
+        folder_of(Path(folder)), local_files_only=True, trust_remote_code=False
+    )
+    for name in args:
+        if not hasattr(known, name):
+            raise ConfigError(
+                f"model.args.{name}: the config of {folder} has no such key; {nearest(name, known.to_dict())}"
+            )
+    try:
+        return type(known).from_dict(known.to_dict() | args)
+    except Exception as error:  # the library's own checks may raise anything
+        raise ConfigError(f"model.args: the config of {folder} refuses them: {in_a_line(error)}") from error
+
+
+# adapters
+
+
+def add_adapters(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:
+    """``model`` with the adapters of ``[lora]``, its own parameters frozen (Hu et al., 2021,
+    arXiv:2106.09685). Raises ConfigError for what peft refuses, and for what needs the base's values."""
+    peft = peft_library()
+    if lora.get("init_lora_weights", True) is not True:
+        raise ConfigError("[lora] init_lora_weights: adapters begin with peft's usual values: leave it out")
+    if name := next((name for name in OF_VALUES if lora.get(name)), None):
+        raise ConfigError(f"[lora] {name} needs the base's values before they are read: leave it out")
+    try:
+        adapted: nn.Module = peft.inject_adapter_in_model(peft.LoraConfig(**LORA | dict(lora)), model)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"[lora]: {in_a_line(error)}") from error
+    # as `add_adapter` of transformers: its Trainer refuses a quantized model without adapters, and its
+    # `save_pretrained` writes adapters alone
+    adapted._hf_peft_config_loaded = True  # type: ignore[assignment]
+    return adapted
+
+
+def peft_library() -> Any:
+    """The peft library. Raises ConfigError where it is not installed."""
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise ConfigError(f"[lora] needs the peft library ({error}): pip install '.[hf]'") from error

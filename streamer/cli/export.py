@@ -1,0 +1,395 @@
+"""`streamer export`: the weights of a checkpoint in a folder for others to load."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from streamer.checkpoint.frozen import LeftOut
+from streamer.checkpoint.manifest import NAME, Manifest, new_folder
+from streamer.checkpoint.save import BUFFERS, FROZEN, WEIGHTS
+from streamer.checkpoint.tensors import BY_NAME, Flushing, Piece, write_tensors
+from streamer.cli.build import add_adapters, dtype_of, import_factory, peft_library, without_values
+from streamer.cli.config import Config, ConfigError, load_config
+from streamer.errors import CheckpointError, amount, shortened
+from streamer.model.options import parse_bytes
+from streamer.model.units import kept_dtype
+from streamer.pretrained.architecture import is_quantized
+from streamer.pretrained.files import INDEX, SINGLE, Stored, stored_tensors
+from streamer.pretrained.match import Source, Tensors
+from streamer.pretrained.quantized_files import StoredQuantized, StoredStack, with_quantized
+from streamer.pretrained.stacks import name_of_original
+from streamer.version import __version__
+
+#: What weights may be written in.
+EXPORTED = ("bfloat16", "float32", "float16")
+#: Files of a tokenizer, and of a model besides its weights and its config.
+BESIDE = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
+    "*.tiktoken", "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+#: Bytes of a header, a config and an index: in all, and for each tensor.
+MARGIN_BYTES, NAMED_BYTES = 1 << 20, 512
+#: How peft calls a model's first adapter, and what it puts before the names of adapters' tensors.
+ADAPTER, PREFIX = "default", "base_model.model."
+
+
+def export(
+    run: str | os.PathLike[str],
+    to: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    shard_size: int | str = "5GB",
+    merge: bool = False,
+    best: bool = False,
+) -> None:
+    """Write the weights of a checkpoint into the new folder ``to``, complete or not at all.
+
+    ``run`` is a run's folder, for its last checkpoint or, with ``best``, the one of the lowest validation
+    loss; or a checkpoint. Weights are the fp32 masters, rounded to ``dtype`` ("float32", "bfloat16" or
+    "float16"; by default the dtype that the run streamed them in), as safetensors of at most ``shard_size``
+    bytes. Beside them are the files that loading needs: Hugging Face's, or for a model of one's own
+    ``config.json`` and a ``README.txt`` with the code. Of a run with ``[lora]`` the adapters alone are
+    written, as peft does; with ``merge`` the whole model, adapters added in fp32. One tensor is in memory at
+    a time.
+
+    Raises FileExistsError where there is something at ``to``, `CheckpointError` for a checkpoint that is
+    missing, damaged or of another model, `ConfigError` for an option or a value beyond the range of
+    ``dtype``, and OSError where the folder cannot be written."""
+    to = Path(to)
+    if to.exists():
+        raise FileExistsError(errno.EEXIST, "there is something already: export to a new folder", str(to))
+    if dtype not in (None, *EXPORTED):
+        raise ConfigError(f"--dtype {dtype}: it must be one of {', '.join(EXPORTED)}")
+    try:
+        limit = parse_bytes("--shard-size", shard_size) or sys.maxsize
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    checkpoint = _checkpoint(Path(run), best=best)
+    config = _config(checkpoint)
+    model: nn.Module = without_values(config)
+    streamed = (
+        dtype_of(config) or (getattr(model, "dtype", None) if config.model.path else None) or torch.float32
+    )
+    wanted: torch.dtype = streamed if dtype is None else getattr(torch, dtype)
+    if merge and not config.lora:
+        raise ConfigError(f"--merge adds adapters to a model, and {checkpoint} is not of a run with [lora]")
+    manifest = Manifest.read(checkpoint)
+    manifest.check(checkpoint)
+    stored = _stored(checkpoint, manifest)
+    if config.lora and not merge:
+        values = {name: stored[name].read().to(wanted, copy=True) for name in manifest.files_of(WEIGHTS)}
+        write_adapters(model, values, config, to)
+        return
+    if config.lora:
+        model, pieces, names = _merged(config, stored, manifest, wanted)
+        if config.model.quantize != "none":
+            print(
+                f"The run was trained on a base quantized to {config.model.quantize}: its adapters are "
+                f"added to "
+                "the weights in model.path as they are there, before quantization"
+            )
+    else:
+        names = _names(checkpoint, stored, model)
+        params = dict(model.named_parameters(remove_duplicate=False))
+        pieces = [
+            _piece(
+                stored[there],
+                first,
+                _at_least(wanted, params[there]) if there in params else stored[there].dtype,
+            )
+            for there, (first, *_) in names.items()
+        ]
+    nbytes, copied = sum(piece.nbytes for piece in pieces), files_to_copy(config)
+    needed = nbytes + sum(path.stat().st_size for path in copied) + NAMED_BYTES * len(pieces) + MARGIN_BYTES
+    with new_folder(to, nbytes=needed, what="a folder of weights") as folder:
+        _write_shards(folder, pieces, limit)
+        tied = {other: first for first, *others in names.values() for other in others}
+        _describe(folder, model, config, wanted, manifest.step, tied)
+        for path in copied:
+            shutil.copyfile(path, folder / path.name)
+    print(
+        f"{checkpoint}: step {manifest.step}, {amount(nbytes)} of weights in {str(wanted)[6:]}, written to "
+        f"{to}"
+    )
+
+
+def write_adapters(model: Any, values: Mapping[str, torch.Tensor], config: Config, folder: Path) -> None:
+    """Write adapters of ``model`` with ``values`` by name into ``folder``, as peft does, with the
+    tokenizer."""
+    # not "auto", with which peft asks a hub on the network
+    found = peft_library().get_peft_model_state_dict(model, dict(values), save_embedding_layers=False)
+    tensors = {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in found.items()}
+    options = copy.copy(model.peft_config[ADAPTER])
+    options.base_model_name_or_path, options.inference_mode = os.path.abspath(str(config.model.path)), True
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    with new_folder(folder, nbytes=nbytes + MARGIN_BYTES, what="a folder of adapters") as hidden:
+        save_file(tensors, hidden / "adapter_model.safetensors", metadata={"format": "pt"})
+        options.save_pretrained(hidden)
+        for path in files_to_copy(config):
+            shutil.copyfile(path, hidden / path.name)
+    print(f"The adapters, {amount(nbytes)}, are in {folder}; streamer export --merge writes a whole model")
+
+
+def files_to_copy(config: Config) -> list[Path]:
+    """The files of the tokenizer and the licence in the folder of a pretrained model."""
+    if config.model.path is None:
+        return []
+    folder = Path(config.model.path)
+    folder = folder if folder.is_dir() else folder.parent
+    return sorted({path for pattern in BESIDE for path in folder.glob(pattern) if path.is_file()})
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    """The complete checkpoints in a run's folder, by step."""
+    found = [
+        path
+        for folder in run.glob("checkpoint-*")
+        for path in (folder, folder / "streamer")
+        if (path / NAME).exists()
+    ]
+    return sorted(found, key=lambda path: Manifest.read(path).step)
+
+
+def _checkpoint(run: Path, *, best: bool) -> Path:
+    if best:
+        states = sorted(run.glob("checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime)
+        found = json.loads(states[-1].read_text())["best_model_checkpoint"] if states else None
+        if found is None:
+            raise CheckpointError(
+                f"{run} knows no best checkpoint: train with --set train.load_best_model_at_end=true"
+            )
+        run = run / Path(found).name
+    for place in (run, run / "streamer"):
+        if (place / NAME).exists():
+            return place
+    if not (all_of_run := checkpoints_of(run)):
+        raise CheckpointError(f"{run} is no checkpoint, and has no complete one")
+    return all_of_run[-1]
+
+
+def _config(checkpoint: Path) -> Config:
+    """The configuration of the run that has written ``checkpoint``."""
+    place = checkpoint.resolve().parent
+    folder = next((each for each in (place, place.parent) if (each / "config.toml").is_file()), None)
+    if folder is None:
+        raise ConfigError(f"{place}: there is no config.toml of the run that has written {checkpoint}")
+    config = load_config(folder / "config.toml")
+    if config.model.path is not None and not Path(config.model.path).exists():
+        raise ConfigError(
+            f"{config.model.path}, the model that the run began with, is not there: correct model.path in "
+            f"{folder / 'config.toml'}"
+        )
+    return config
+
+
+def _stored(checkpoint: Path, manifest: Manifest) -> dict[str, Stored]:
+    """The weights and buffers of the checkpoint."""
+    files = manifest.files_of(WEIGHTS) | manifest.files_of(BUFFERS)
+    entries = {name: manifest.files[file][name] for name, file in files.items()}
+    return {
+        name: Stored(name, checkpoint / files[name], BY_NAME[entry.dtype], entry.shape)
+        for name, entry in entries.items()
+    }
+
+
+def _names(checkpoint: Path, stored: Mapping[str, Stored], model: nn.Module) -> dict[str, list[str]]:
+    """All names of a tensor in the model's ``state_dict()``, by its name in the checkpoint."""
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    differing = [
+        name
+        for name, item in stored.items()
+        if name not in tensors or tuple(tensors[name].shape) != item.shape
+    ]
+    there = {id(tensors[name]): name for name in stored if name in tensors}
+    names: dict[str, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in there:
+            names.setdefault(there[id(tensor)], []).append(name)
+        else:
+            differing.append(name)
+    if differing:
+        raise CheckpointError(
+            f"{checkpoint} is not of its run's model; these tensors differ: {shortened(differing)}"
+        )
+    return names
+
+
+def _at_least(dtype: torch.dtype, param: nn.Parameter) -> torch.dtype:
+    """``dtype``, or the wider one that ``param`` is kept in."""
+    kept = kept_dtype(param)
+    return dtype if kept is None else torch.promote_types(kept, dtype)
+
+
+def _piece(stored: Stored, name: str, dtype: torch.dtype) -> Piece:
+    return Piece(name, dtype, stored.shape, partial(_rounded, stored, dtype))
+
+
+def _rounded(stored: Stored, dtype: torch.dtype) -> torch.Tensor:
+    tensor = stored.read()
+    rounded = tensor.to(dtype)
+    if rounded is tensor or not tensor.numel() or math.isfinite(_largest(rounded)):
+        return rounded
+    if math.isfinite(largest := _largest(tensor)):
+        raise ConfigError(
+            f"'{stored.name}' has values up to {largest:.3g}, beyond {str(dtype)[6:]}: use bfloat16"
+        )
+    return rounded
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, math.inf))
+
+
+def _write_shards(folder: Path, pieces: Sequence[Piece], limit: int) -> None:
+    """Write ``pieces`` in order into files of at most ``limit`` bytes, with an index as Hugging Face's."""
+    shards: list[list[Piece]] = [[]]
+    for piece in pieces:
+        if shards[-1] and sum(each.nbytes for each in shards[-1]) + piece.nbytes > limit:
+            shards.append([])
+        shards[-1].append(piece)
+    count = len(shards)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    names = [SINGLE] if count == 1 else names
+    with Flushing() as flushing:
+        for name, shard in zip(names, shards, strict=True):
+            write_tensors(folder / name, shard, flushing=flushing, metadata={"format": "pt"})
+    if count > 1:
+        places = {piece.name: name for name, shard in zip(names, shards, strict=True) for piece in shard}
+        size = {"total_size": sum(piece.nbytes for piece in pieces)}
+        (folder / INDEX).write_text(json.dumps({"metadata": size, "weight_map": places}, indent=2) + "\n")
+
+
+def _describe(
+    folder: Path, model: Any, config: Config, dtype: torch.dtype, step: int, tied: Mapping[str, str]
+) -> None:
+    """Write ``config.json``: Hugging Face's, or for a model of one's own its function, and README.txt with
+    the code that loads it."""
+    if config.model.path is not None:
+        model.config.architectures, model.config.dtype = [type(model).__name__], dtype
+        model.config.save_pretrained(folder)
+        return
+    factory = str(config.model.factory).partition(":")[2]
+    module = import_factory(str(config.model.factory)).__module__
+    known = {"factory": config.model.factory, "args": config.model.args, "step": step, "tied": tied}
+    (folder / "config.json").write_text(json.dumps(known, indent=2, default=str) + "\n")
+    code = f"""\
+Weights after step {step} in {str(dtype)[6:]}, written by streamer {__version__}. To load them, in this
+folder:
+
+    import json
+    from pathlib import Path
+    from safetensors.torch import load_file
+    from {module} import {factory}
+
+    config = json.loads(Path("config.json").read_text())
+    weights = {{}}
+    for path in sorted(Path().glob("*.safetensors")):
+        weights |= load_file(path)
+    weights |= {{name: weights[first] for name, first in config["tied"].items()}}
+    model = {factory}(**config["args"])
+    model.load_state_dict(weights)
+"""
+    (folder / "README.txt").write_text(code)
+
+
+def _merged(
+    config: Config, stored: Mapping[str, Stored], manifest: Manifest, dtype: torch.dtype
+) -> tuple[nn.Module, list[Piece], dict[str, list[str]]]:
+    """The model, and the tensors of its base with the run's adapters added to them."""
+    base = Path(str(config.model.path))
+    plain: Any = without_values(_without_lora(config))
+    found = stored_tensors(base)
+    sources = Tensors(plain, with_quantized(base, found, plain.config) if is_quantized(plain) else found, ())
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in plain.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    if absent := [own[0] for param, own in names.items() if sources.source(param) is None]:
+        raise CheckpointError(f"{base} is not of the run's model; missing: {shortened(absent)}")
+    adapted = add_adapters(plain, config.lora)
+    in_training = {param: name for name, param in adapted.named_parameters() if param in names}
+    wanted = {name for name, param in adapted.named_parameters() if param not in names}
+    if wanted != set(manifest.files_of(WEIGHTS)):
+        raise CheckpointError(
+            "the checkpoint is not of the run's [lora]: " + shortened(sorted(wanted ^ stored.keys()))
+        )
+    kind = peft_library().tuners.lora.LoraLayer
+    layers = {
+        module.get_base_layer().weight: (name, module)
+        for name, module in adapted.named_modules()
+        if isinstance(module, kind)
+    }
+    left_out = {name: LeftOut.parsed(value) for name, value in manifest.values[FROZEN].items()}
+
+    def read(param: nn.Parameter, to: torch.dtype) -> torch.Tensor:
+        source, known = sources.source(param), left_out.get(in_training[param])
+        assert source is not None
+        values = source.read()
+        if known is not None:
+            values = values.to(BY_NAME[known.dtype])
+            is_same = LeftOut.of(values) == known
+        else:  # it was quantized in training, and perhaps in the files too
+            parts = _parts_in_files(source, in_training[param], param)
+            is_same = all(LeftOut.of(read_part()) == left_out.get(part) for part, read_part in parts.items())
+        if not is_same:
+            raise CheckpointError(
+                f"'{names[param][0]}' in {base} is not what it was in training: put it back"
+            )
+        if param not in layers:
+            return values.to(to)
+        name, layer = layers[param]
+        for part, _ in [*layer.named_parameters()]:
+            if (adapter := stored.get(f"{name}.{part}")) is not None:
+                owner, _, own = part.rpartition(".")
+                setattr(layer.get_submodule(owner), own, nn.Parameter(adapter.read().float(), False))
+        added: torch.Tensor = layer.get_delta_weight(ADAPTER)
+        return (values.float() + added.float()).to(to)
+
+    pieces = []
+    for param, (first, *others) in names.items():
+        if others and param in layers:
+            raise ConfigError(
+                f"{first} and {others[0]} are one parameter, and one of them is adapted: no --merge"
+            )
+        to = _at_least(dtype, param)
+        pieces.append(Piece(first, to, tuple(param.shape), partial(read, param, to)))
+    model: Any = without_values(_without_lora(config))
+    if is_quantized(model):
+        del model.config.quantization_config  # what is written is not
+    buffers = [
+        _piece(stored[name], name, stored[name].dtype) for name in stored if name in model.state_dict()
+    ]
+    return model, [*buffers, *pieces], {first: [first, *others] for first, *others in names.values()}
+
+
+def _parts_in_files(source: Source, name: str, param: nn.Parameter) -> dict[str, Callable[[], torch.Tensor]]:
+    """What reads the parts of ``param``, by the names that they have in training, if it is quantized in the
+    files."""
+    if param.dim() == 3:
+        stack = StoredStack.of(source)
+        if not isinstance(stack, StoredStack):
+            return {}
+        name = name_of_original(name)
+        return {f"{name}.{part}": partial(read, "cpu") for part, read in stack.parts.items()}
+    if not isinstance(source.stored, StoredQuantized):
+        return {}
+    return {f"{name}.{part}": it.read for part, it in source.stored.parts.items()}
+
+
+def _without_lora(config: Config) -> Config:
+    return replace(config, lora={}, model=replace(config.model, quantize="none"))

@@ -1,0 +1,156 @@
+"""Text that a model writes: samples of a run, and the command `streamer chat`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import streamer
+from streamer.cli.config import ConfigError, SampleConfig
+from streamer.cli.data.dataset import load_tokenizer
+from streamer.cli.data.documents import Words, token_after_answer
+from streamer.engine.handle import wrapped
+from streamer.integrations.causal_lm import without_adapters
+
+
+class Writer:
+    """A wrapped model of transformers that continues texts, with the options of ``[sample]``.
+
+    Raises ConfigError for a chat where the tokenizer has no template, or where that refuses it.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, options: SampleConfig) -> None:
+        self.model, self.tokenizer, self.options = model, tokenizer, options
+        self.prompts = [(_words(prompt), self._tokens(prompt)) for prompt in options.prompts]
+        own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        found = {
+            *(own if isinstance(own, list) else [own]),
+            tokenizer.eos_token_id,
+            token_after_answer(Words.of(tokenizer)),
+        }
+        #: the tokens that end a text
+        self.ends = sorted(token for token in found if token is not None)
+
+    def samples(self, *, seed: int) -> Iterator[tuple[str, str]]:
+        """Each prompt with the text that follows it. Training's random numbers stay as they are."""
+        device = next(iter(self.model.parameters())).device
+        for prompt, tokens in self.prompts:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                torch.manual_seed(seed)
+                yield prompt, self.tokenizer.decode(self.continued(tokens), skip_special_tokens=True)
+
+    @torch.no_grad()
+    def continued(self, tokens: Sequence[int], **more: Any) -> list[int]:
+        """The tokens that follow ``tokens``, at most ``sample.tokens``."""
+        options, model = self.options, self.model
+        was_training = model.training
+        model.eval()
+        drawn: dict[str, Any] = {"do_sample": False}
+        if options.temperature:
+            drawn = {"do_sample": True, "temperature": options.temperature, "top_k": options.top_k or None}
+        device = next(iter(model.parameters())).device
+        prompt = torch.tensor([list(tokens)], device=device if device.type == "cuda" else "cpu")
+        generate: Any = model.generate
+        try:
+            found = generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=options.tokens,
+                max_length=None,
+                eos_token_id=self.ends or None,
+                pad_token_id=self.ends[0] if self.ends else None,
+                **drawn,
+                **more,
+            )
+        finally:
+            model.train(was_training)
+        return [token for token in found[0, len(tokens) :].tolist() if token not in self.ends]
+
+    def _tokens(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str) and not self.options.chat:
+            return list(self.tokenizer(prompt)["input_ids"])
+        return self.chat_tokens(
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+        )
+
+    def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """A chat in the tokenizer's template, up to the answer."""
+        words = Words.of(self.tokenizer)
+        if not words.has_template:
+            raise ConfigError(
+                f"a chat needs a template, and the tokenizer{words.source} has none: give texts"
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template may raise anything
+            raise ConfigError(
+                f"the tokenizer's template refuses a chat: {' '.join(str(error).split())}"
+            ) from error
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _words(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+
+
+def chat(place: str, options: SampleConfig, *, device: str | None = None) -> None:
+    """A conversation on the terminal with the model in a Hugging Face folder, with adapters of peft, or with
+    what a run has trained. The model is streamed. An empty line or the end of input ends it; "/new" begins
+    another.
+
+    Raises ConfigError where there is no such model.
+    """
+    from transformers import TextStreamer
+
+    folder = folder_of_run(Path(place))
+    model = load(folder, device)
+    tokenizer = load_tokenizer(str(folder))
+    writer = Writer(model, tokenizer, options)
+    printing = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    is_chat = Words.of(tokenizer).has_template
+    if not is_chat:
+        print("The tokenizer has no chat template: what you type is continued.")
+    messages: list[dict[str, str]] = []
+    try:
+        while line := input("> "):
+            if line.strip() == "/new":
+                messages = []
+                continue
+            messages.append({"role": "user", "content": line})
+            tokens = writer.chat_tokens(messages) if is_chat else list(tokenizer(line)["input_ids"])
+            answer = writer.continued(tokens, streamer=printing)
+            messages.append(
+                {"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)}
+            )
+    except EOFError:
+        print()
+    finally:
+        wrapped(without_adapters(model)).close()
+
+
+def folder_of_run(place: Path) -> Path:
+    """The folder of weights that is meant by a run's folder, or by that folder itself. Raises ConfigError
+    where there is neither."""
+    for folder in (place, place / "model", place / "adapters"):
+        if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
+            return folder
+    raise ConfigError(
+        f"{place}: neither a Hugging Face folder nor a run that has ended: streamer export writes one"
+    )
+
+
+def load(folder: Path, device: str | None) -> nn.Module:
+    """The model in ``folder``, streamed; adapters there are put on their base."""
+    from streamer.cli.build import peft_library, refusals
+
+    with refusals(str(folder)):
+        if not (folder / "adapter_config.json").is_file():
+            return streamer.from_pretrained(folder, device=device)
+        peft = peft_library()
+        base = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
+        model: Any = streamer.from_pretrained(base, device=device)
+        return peft.PeftModel.from_pretrained(model, folder)  # type: ignore[no-any-return]

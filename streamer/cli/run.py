@@ -1,0 +1,237 @@
+"""What all runs share: the files in their folder, signals, and the table at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+import streamer
+from streamer.backends.base import DISKS, SPECIAL
+from streamer.checkpoint.manifest import new_file
+from streamer.cli.build import dtype_of, without_values
+from streamer.cli.config import Config, ConfigError, RunError, in_keys
+from streamer.errors import amount
+from streamer.model.units import kept_dtype
+from streamer.optim.state import parse_state_dtype
+from streamer.quantized.parts import parts_of, values_in
+from streamer.store.purposes import MOMENTS
+from streamer_native import QUANTUM
+
+#: Files in a run's folder: its configuration, values by step, the last ops, and bytes and seconds of the
+#: whole run.
+CONFIG, METRICS, TRACE, SUMMARY = "config.toml", "metrics.jsonl", "trace.json", "summary.json"
+
+
+class Lines:
+    """A file with a line of JSON for each step, such as ``metrics.jsonl``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # JSON has no NaN
+        line = {key: None if value != value else value for key, value in values.items()}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def read(self) -> list[dict[str, Any]]:
+        """All whole lines; a killed run may have left half of one."""
+        found = []
+        if self.path.is_file():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                try:
+                    found.append(json.loads(line))
+                except ValueError:
+                    continue
+        return found
+
+    def forget_after(self, step: int) -> None:
+        """Drop the lines beyond ``step``, which a resumed run writes again."""
+        kept = [line for line in self.read() if line["step"] <= step]
+        if self.path.is_file():
+            with new_file(self.path) as file:
+                file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
+
+
+#: What ends a run, with a line that names the remedy.
+FAILURES = (torch.OutOfMemoryError, MemoryError, streamer.NonFiniteError)
+
+
+def failed(step: int, error: Exception) -> RunError:
+    """The line for one of `FAILURES` in ``step``."""
+    remedy = "; lower stream.micro_batch_size" if isinstance(error, torch.OutOfMemoryError) else ""
+    return RunError(f"step {step}: {in_keys(' '.join(str(error).split()))}{remedy}")
+
+
+class Stop:
+    """Inside its block the first SIGINT, SIGTERM or SIGHUP only sets `signal`; the second ends the
+    process."""
+
+    signal: signal.Signals | None = None
+
+    def __enter__(self) -> Stop:
+        self._before = {
+            number: signal.signal(number, self._note)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN  # nohup ignores SIGHUP
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+        for each in self._before:
+            signal.signal(each, signal.SIG_DFL)
+        os.write(2, b"\nfinishing this step, then saving; Ctrl-C again to stop without\n")
+
+
+@dataclass(frozen=True)
+class Space:
+    """Bytes of disk: of a checkpoint, of which there are ``count`` at a time while one more is written, and
+    of the weights at the end."""
+
+    checkpoint: int
+    count: int
+    weights: int
+
+    @property
+    def peak(self) -> int:
+        """The most that the run's folder holds."""
+        return self.checkpoint * self.count + self.weights
+
+    def line(self) -> str:
+        weights = f", and weights of {amount(self.weights)}" if self.weights else ""
+        return f"{self.count} checkpoints of {amount(self.checkpoint)}{weights}"
+
+
+def space_of(config: Config, model: nn.Module) -> Space:
+    """What a run of ``config`` writes; ``model`` is its model, with values or without. A trained parameter
+    takes its fp32 master and its moments, a frozen one its values; of adapters the base is left out."""
+    streamed = dtype_of(config)
+    state, fp32 = MOMENTS[parse_state_dtype(config.optimizer.state_dtype)], MOMENTS[torch.float32]
+    checkpoint = weights = 0
+    for param in model.parameters():
+        dtype = (kept_dtype(param) or streamed or param.dtype) if param.is_floating_point() else param.dtype
+        if param.requires_grad:
+            moments = state if dtype is torch.bfloat16 else fp32
+            per_value = sum(purpose.dtype.itemsize for purpose in moments[:2])
+            per_block = sum(purpose.dtype.itemsize for purpose in moments[2:])
+            checkpoint += param.numel() * (4 + per_value) + -(-param.numel() // QUANTUM) * per_block
+        elif not config.lora:
+            checkpoint += param.numel() * dtype.itemsize
+        if param.requires_grad or not config.lora:
+            weights += param.numel() * dtype.itemsize
+    if config.model.path is None:
+        return Space(checkpoint, config.train.save_total_limit + 1, 0)
+    saves = config.trainer.get("save_strategy", "steps") != "no"
+    return Space(checkpoint, (config.trainer.get("save_total_limit", 2) or 2) + 1 if saves else 0, weights)
+
+
+def check_space(config: Config, out: Path) -> None:
+    """Raise ConfigError where the disk of the folder ``out`` has too little room for what the run writes."""
+    space, place = space_of(config, without_values(config)), out
+    while not place.exists():
+        place = place.parent
+    held = sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) if out.exists() else 0
+    free = shutil.disk_usage(place).free + held
+    if space.peak > free:
+        raise ConfigError(
+            f"the run's files do not fit: {space.line()}, and {os.path.abspath(place)} has {amount(free)} "
+            "free: set train.output_dir to a larger disk, or a smaller train.save_total_limit"
+        )
+
+
+#: Seconds by lane: busy, and exposed.
+Seconds = tuple[dict[str, float], dict[str, float]]
+
+
+def seconds_of(model: nn.Module) -> Seconds:
+    """Seconds by lane of a wrapped model so far."""
+    stats = streamer.stats(model)
+    return dict(stats.busy_seconds), dict(stats.exposed_seconds)
+
+
+def write_end(
+    model: nn.Module, out: Path, first: Seconds | None, trained: Mapping[str, float], *, unit: str = "token"
+) -> None:
+    """Write ``trace.json`` and ``summary.json``, and print the summary as a table. ``first`` are the seconds
+    of the first step, which are left out; ``trained`` has tokens per second and losses in nats."""
+    streamer.synchronize(model)
+    with new_file(out / TRACE) as file:
+        streamer.save_trace(model, file)
+    summary = summary_of(model, first, **trained)
+    with new_file(out / SUMMARY) as file:
+        file.write_text(json.dumps(summary, indent=2) + "\n")
+    print(f"\n{summary_table(summary, unit)}\n")
+
+
+def summary_of(model: nn.Module, first: Seconds | None, **trained: float) -> dict[str, Any]:
+    """Bytes of a wrapped model, seconds by lane without those of the ``first`` step, and the figures of its
+    training."""
+    stats = streamer.stats(model)
+    busy, exposed = seconds_of(model)
+    if first is not None and busy["compute"] > first[0]["compute"]:
+        busy = {lane: max(0.0, seconds - first[0][lane]) for lane, seconds in busy.items()}
+        exposed = {lane: max(0.0, seconds - first[1][lane]) for lane, seconds in exposed.items()}
+    params = list(model.parameters())
+    parameters = sum(map(values_in, params))
+    return {
+        "parameters": parameters,
+        "weight_bytes": sum(part.nbytes for param in params for part in parts_of(param)),
+        "device_bytes_peak": stats.device_bytes_peak,
+        "host_bytes_per_parameter": sum(stats.host_bytes.values()) / parameters,
+        "disk_bytes_per_parameter": sum(stats.disk_bytes.values()) / parameters,
+        **trained,
+        "busy_seconds": busy,
+        "exposed_seconds": exposed,
+        "overlap": {lane: 1 - exposed[lane] / busy[lane] if busy[lane] else None for lane in busy},
+    }
+
+
+def summary_table(summary: Mapping[str, Any], unit: str) -> str:
+    """The summary for the terminal."""
+    # the two fp32 moments of a plain optimizer, besides weights and gradients
+    resident = 2 * summary["weight_bytes"] + 8 * summary["parameters"]
+    on_disk = summary["disk_bytes_per_parameter"]
+    losses = {
+        "first_val_loss": ("validation loss before", f" nats per {unit}"),
+        "last_val_loss": ("validation loss after", ""),
+        "last_loss": ("training loss at the end", ""),
+        "unigram_loss": (f"{unit} frequencies alone", ""),
+    }
+    rows = [
+        ("parameters", f"{summary['parameters']:,}"),
+        ("weights", amount(summary["weight_bytes"])),
+        ("peak on the device", f"{amount(summary['device_bytes_peak'])} with the layers' saved inputs"),
+        ("if all were held there", f"{amount(resident)} of weights, gradients and moments"),
+        ("host bytes per parameter", f"{summary['host_bytes_per_parameter']:.2f}"),
+        *([("disk bytes per parameter", f"{on_disk:.2f}")] if on_disk else []),
+        ("tokens/s", f"{summary['tokens_per_second']:,.0f}"),
+        *((words, f"{summary[key]:.3f}{after}") for key, (words, after) in losses.items() if key in summary),
+    ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:{width}}  {value}" for name, value in rows]
+    idle = [lane.value for lane in SPECIAL if not (on_disk and lane in DISKS)]
+    lanes = {lane: busy for lane, busy in summary["busy_seconds"].items() if busy or lane not in idle}
+    wide = max(8, *(len(lane) + 2 for lane in lanes))
+    lines.append(f"\n{'lane':{wide}}{'busy s':>10}{'exposed s':>12}{'overlap':>10}")
+    for lane, busy in lanes.items():
+        part, is_compute = summary["overlap"][lane], lane == "compute"
+        overlap = "-" if is_compute or part is None else "none" if part < 0 else f"{part:.1%}"
+        exposed = "-" if is_compute else f"{summary['exposed_seconds'][lane]:.2f}"
+        lines.append(f"{lane:{wide}}{busy:>10.2f}{exposed:>12}{overlap:>10}")
+    return "\n".join(lines)

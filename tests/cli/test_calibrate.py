@@ -1,0 +1,239 @@
+"""`streamer calibrate`: what it measures in small, what it writes, and its errors."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from streamer.backends.base import DISKS, Lane, Span
+from streamer.backends.disk import Scratch
+from streamer.backends.thread import ThreadBackend
+from streamer.cli.calibrate import command as calibration
+from streamer.cli.calibrate import measure as measuring
+from streamer.cli.calibrate.command import sizes_of
+from streamer.cli.calibrate.machine_file import load_machine
+from streamer.cli.calibrate.measure import (
+    EXTENTS,
+    Measurements,
+    Sizes,
+    Transfers,
+    measure,
+    while_all_work,
+)
+from streamer.cli.config import ConfigError, load_config
+from streamer.cli.main import main
+from streamer.planner.machine import NVME_READ, NVME_WRITE, Beside
+from tests.cli.common import HOME, refused
+
+CONFIGS = HOME / "configs"
+TINY = Sizes(
+    torch.float32,
+    tokens=8,
+    weights=((16, 8), (8, 8)),
+    hidden=8,
+    context=4,
+    head=4,
+    copy_bytes=4096,
+    disk_bytes=8192,
+    parameters=1000,
+    seconds=0.001,
+)
+
+
+@pytest.mark.filterwarnings("ignore:no direct I/O")  # temporary files may be in memory
+@pytest.mark.parametrize("folders", [[], ["a"], ["a", "b"]], ids=" ".join)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda_api)])
+def test_calibrate_writes_a_machine(
+    device: str,
+    folders: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(calibration, "sizes_of", lambda config, kind: TINY)
+    monkeypatch.setattr(calibration, "ROUNDS", 3)
+    path = tmp_path / "machine.toml"
+    disk = []
+    for name in folders:
+        (tmp_path / name).mkdir()
+        disk += ["--disk", str(tmp_path / name)]
+    assert main(["calibrate", "--device", device, "--output", str(path), *disk]) == 0
+    shown = capsys.readouterr().out
+    found = load_machine(path)
+    assert found.kind == device
+    assert min(found.device_bytes, found.host_bytes) > 1 << 28
+    rates = (found.flops_per_second, found.attention_flops_per_second, found.device_bytes_per_second)
+    assert all(rate is not None and rate > 0 for rate in rates)
+    assert found.seconds_per_op > 0
+    assert found.seconds_per_visit > 0
+    assert min(vars(found.beside).values()) > 0 and max(vars(found.beside).values()) <= 1
+    measured = tomllib.loads(path.read_text())["measured"]
+    assert measured["torch"] == torch.__version__
+    assert measured["date"].startswith("20")
+    for name, (low, median, high) in measured["quartiles"].items():
+        value = getattr(found.beside if hasattr(found.beside, name) else found, name)
+        assert low <= median == value <= high
+        assert name in shown
+    assert f"written: {path}" in shown
+    of_disk = {f"{lane.value}_bytes_per_second" for lane in DISKS}
+    of_disk |= {name for name in vars(found.beside) if "disk" in name}
+    assert of_disk & measured["quartiles"].keys() == (of_disk if folders else set())
+    assert ("the disk was not measured" in shown) is not bool(folders)
+    if not folders:
+        assert [found.bytes_per_second(lane) for lane in DISKS] == [NVME_READ, NVME_WRITE]
+    # nothing is left in the folders
+    assert all([*(tmp_path / name).iterdir()] == [] for name in folders)
+
+
+def test_other_load_changes_seconds_per_visit_no_more_than_its_own_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    per_op, steps = [2e-6, 8e-6, 5e-6], list[float]()
+    costs = measuring.VisitCosts(torch.device("cpu"), lambda: per_op.pop(0))
+    try:
+        # other processes make the machine slower from pair to pair, and slow down one step in three alone
+        of_library = 2 * measuring.LAYERS * 3e-4
+        for slower, alone in zip((1.0, 4.0, 2.5), (1.0, 1.0, 9.0), strict=True):
+            steps.append(alone * slower * (costs._ops * 2e-6 + of_library))
+        monkeypatch.setattr(measuring, "_seconds", lambda step: steps.pop(0))
+        assert costs.seconds() == pytest.approx(4.0 * 3e-4)
+        assert not (per_op or steps)
+    finally:
+        costs.close()
+
+
+def test_transfers_are_counted_as_they_move_bytes(tmp_path: Path) -> None:
+    with Scratch([tmp_path], direct_io="off") as scratch:
+        transfers = Transfers(scratch, 5000)
+        works = transfers.works()
+        assert {*works} == {*DISKS}
+        for lane, moved in zip(DISKS, ("bytes_read", "bytes_written"), strict=True):
+            before = getattr(scratch, moved)
+            for _ in range(EXTENTS + 1):
+                works[lane]()
+            assert getattr(scratch, moved) - before == (EXTENTS + 1) * transfers.nbytes
+
+
+def test_a_slow_disk_is_filled_no_longer_than_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "FILL_SECONDS", 0.0)
+    with Scratch([tmp_path], direct_io="off") as scratch:
+        transfers = Transfers(scratch, 5000)
+        works = transfers.works()
+        assert scratch.bytes_written == 2 * 2 * transfers.nbytes
+        for _ in range(3):
+            works[DISKS[0]]()
+
+
+@pytest.mark.filterwarnings("ignore:no direct I/O")  # temporary files may be in memory
+def test_what_a_disk_has_no_room_for_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibration, "sizes_of", lambda config, kind: TINY)
+    monkeypatch.setattr("streamer.backends.direct_io.ScratchFile.free", lambda file: 2 * EXTENTS * 8192 - 1)
+    monkeypatch.setattr(calibration, "measure", lambda *_, **__: pytest.fail("it has begun to measure"))
+    output = str(tmp_path / "machine.toml")
+    error = refused(capsys, "calibrate", "--device", "cpu", "--disk", str(tmp_path), "--output", output)
+    assert error.startswith(f"streamer: --disk: disk={tmp_path} has no room: ")
+
+
+def test_sixteen_bit_products_are_measured_beside_those_in_fp32() -> None:
+    backend = ThreadBackend()
+    try:
+        measurements = Measurements(backend, replace(TINY, dtype=torch.bfloat16))
+        found = measure(measurements, rounds=2, budget_seconds=0.0)
+        measurements.close()
+    finally:
+        backend.close()
+    assert {"flops_per_second", "fp32_flops_per_second"} <= found.keys()
+    assert {item.name for item in fields(Beside) if "disk" not in item.name} <= found.keys()
+    assert {len(values) for values in found.values()} == {2}
+    # what is left of a step without its operations: nothing, if other processes were in their way
+    assert min(found.pop("seconds_per_visit")) >= 0
+    assert min(min(values) for values in found.values()) > 0
+
+
+def test_sizes_are_those_of_the_config_within_limits() -> None:
+    overrides = [
+        "stream.micro_batch_size=2",
+        'stream.dtype="bfloat16"',
+        "train.per_device_train_batch_size=64",
+    ]
+    sizes = sizes_of(load_config(CONFIGS / "gpt2-demo.toml", overrides), "cpu")
+    assert sizes.dtype == torch.bfloat16
+    assert (sizes.tokens, sizes.context, sizes.hidden) == (2 * 64, 64, 96)
+    assert set(sizes.weights) == {(288, 96), (96, 96), (384, 96), (96, 384)}
+    large = sizes_of(load_config(CONFIGS / "gpt2-10b.toml", ["stream.micro_batch_size=64"]), "cuda")
+    assert (large.tokens, large.hidden) == (calibration.MOST_TOKENS["cuda"], 4096)
+    assert (sizes_of(None, "cuda").dtype, sizes_of(None, "cpu").dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_a_model_that_cannot_be_built_is_told() -> None:
+    config = load_config(CONFIGS / "gpt2-demo.toml", ['model.factory="torch.nn:Identity"', "model.args={}"])
+    with pytest.raises(ConfigError, match="the model of this config cannot be built: "):
+        sizes_of(config, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("compute", "host", "medians"),
+    [
+        # the first began before the others did, the last ended after them
+        ([(0, 4), (4, 6), (6, 8), (8, 20)], [(3, 5), (5, 6), (6, 9)], (2, 2)),
+        # of pieces that are never wholly beside those that are most count
+        ([(0, 6), (6, 16)], [(2, 9)], (6, 7)),
+    ],
+)
+def test_only_what_runs_beside_the_others_counts(
+    compute: list[tuple[int, int]], host: list[tuple[int, int]], medians: tuple[int, int]
+) -> None:
+    lanes = Lane.COMPUTE, Lane.HOST
+    spans = {
+        lane: [Span(start, start, end) for start, end in times]
+        for lane, times in zip(lanes, (compute, host), strict=True)
+    }
+    assert while_all_work(spans) == dict(zip(lanes, medians, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "tpu"], "--device: device='tpu' is not supported: use 'cuda' or 'cpu'"),
+        (["--device", "mps"], "--device: device='mps' is not supported: use 'cuda' or 'cpu'"),
+        (["--output", "nowhere/machine.toml"], "--output nowhere/machine.toml: there is no folder nowhere"),
+        (["--output", ".."], "--output ..: it is a folder; give a file in it, such as ../machine.toml"),
+        (["--disk", "nowhere"], "--disk: disk=nowhere: this process sees no such folder"),
+        (["nothing.toml"], "nothing.toml: No such file or directory"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refused(capsys, "calibrate", *arguments).startswith(f"streamer: {message}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # chmod does not hold root back
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    monkeypatch.setattr(calibration, "measure", lambda *_, **__: pytest.fail("it has begun to measure"))
+    path = tmp_path / "machine.toml"
+    error = refused(capsys, "calibrate", "--output", str(path))
+    assert error == f"streamer: --output {path}: it cannot be written; give a file elsewhere"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_gpu_that_is_not_there_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused(capsys, "calibrate", "--device", "cuda", "--output", str(tmp_path / "machine.toml"))
+    assert "PyTorch finds no CUDA device here" in error
