@@ -74,9 +74,6 @@ MODELS = {
 }
 
 CONFIG = f"""
-[run]
-name = "sizes"
-steps = 1000
 [train]
 max_length = {CONTEXT}
 per_device_train_batch_size = {SEQUENCES}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,8 +82,26 @@ def wrap_options(config: Config) -> dict[str, Any]:
     dims: Mapping[str, Any] = options["batch_dims"] or {}
     options["batch_dims"] = {name: None if dim == "none" else dim for name, dim in dims.items()} or None
     if config.model.path is not None and options["micro_batch_size"] is not None:
-        options["batch_dims"] = ROWS | (options["batch_dims"] or {})
+        options["batch_dims"] = _dims_of_rows(config) | (options["batch_dims"] or {})
     return options
+
+
+#: `_dims_of_rows` of models that were built for it, which a dozen plans ask for.
+_known_dims: dict[str, dict[str, Any]] = {}
+
+
+def _dims_of_rows(config: Config) -> dict[str, Any]:
+    """`ROWS` without the arguments that the layers do not take."""
+    key = repr((config.model, config.stream.layers))
+    if key not in _known_dims:
+        try:
+            layers = find_layers(without_values(replace(config, lora={})), config.stream.layers)
+        except (OSError, TypeError, ValueError):
+            return {}  # building the model raises this again
+        taken = [inspect.signature(layer.forward).parameters for _, layer in layers]
+        found = {name: dim for name, dim in ROWS.items() if all(name in names for names in taken)}
+        _known_dims[key] = found
+    return _known_dims[key]
 
 
 def build_optimizer(config: Config, model: nn.Module) -> streamer.AdamW:

@@ -251,6 +251,20 @@ def test_too_little_room_on_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert not Path("run").exists()
 
 
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_layers_that_take_other_arguments(packing: str, work: Path) -> None:
+    """GPT-2's take no rotary embeddings."""
+    shutil.rmtree("llama")
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    tokenizer = tiny_llama.tokenizer()
+    config = transformers.GPT2Config(vocab_size=len(tokenizer), **sizes)
+    transformers.GPT2LMHeadModel(config).save_pretrained(work / "llama")
+    tokenizer.save_pretrained(work / "llama")
+    assert main(command(f"train.packing={packing}")) == 0
+    losses = [line["val_loss"] for line in logged(Path("run"), "val_loss")]
+    assert losses[-1] < losses[0]
+
+
 def test_files_in_fp16_are_streamed_in_bf16(capsys: pytest.CaptureFixture[str]) -> None:
     tiny_llama.write(Path("llama"), dtype=torch.float16)
     assert main(command()) == 0
