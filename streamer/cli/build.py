@@ -92,16 +92,18 @@ _known_dims: dict[str, dict[str, Any]] = {}
 
 def _dims_of_rows(config: Config) -> dict[str, Any]:
     """`ROWS` without the arguments that the layers do not take."""
-    key = repr((config.model, config.stream.layers))
-    if key not in _known_dims:
-        try:
+    try:
+        folder = folder_of(Path(str(config.model.path)))
+        files = [(str(path), path.stat().st_mtime_ns) for path in folder.resolve().glob("config.json")]
+        key = repr((config.model, config.stream.layers, files))
+        if key not in _known_dims:
             layers = find_layers(without_values(replace(config, lora={})), config.stream.layers)
-        except (OSError, TypeError, ValueError):
-            return {}  # building the model raises this again
-        taken = [inspect.signature(layer.forward).parameters for _, layer in layers]
-        found = {name: dim for name, dim in ROWS.items() if all(name in names for names in taken)}
-        _known_dims[key] = found
-    return _known_dims[key]
+            taken = [inspect.signature(layer.forward).parameters for _, layer in layers]
+            found = {name: dim for name, dim in ROWS.items() if all(name in names for names in taken)}
+            _known_dims[key] = found
+        return _known_dims[key]
+    except (OSError, TypeError, ValueError):
+        return {}  # building the model raises this again
 
 
 def build_optimizer(config: Config, model: nn.Module) -> streamer.AdamW:

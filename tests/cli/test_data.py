@@ -159,6 +159,7 @@ def test_what_is_wrong_is_said_with_its_place(
 
 def test_tokenizers_that_cannot_be_used(llama: Path, tmp_path: Path) -> None:
     assert "there is no tokenizer in it" in error_of(load_tokenizer, str(tmp_path))
+    assert "no such folder" in error_of(load_tokenizer, str(tmp_path / "absent"))
     tokenizer = load_tokenizer(str(llama))
     tokenizer.chat_template = None
     assert "has no chat template: give prompt and completion" in error_of(

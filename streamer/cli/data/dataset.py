@@ -204,6 +204,8 @@ def load_tokenizer(folder: str) -> Any:
         raise ConfigError(
             f"{folder} needs the transformers library ({error}): pip install '.[hf]'"
         ) from error
+    if not Path(folder).exists():
+        raise ConfigError(f"{folder}: no such folder: correct model.path (--model)")
     place = Path(folder) if Path(folder).is_dir() else Path(folder).parent
     if not any(
         (place / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")
