@@ -1,13 +1,15 @@
 """The configuration of a run: a TOML file with a table for each part of it, `load_config`.
 
-[model]      path (a Hugging Face folder or hub id), or factory and args of a model of one's own
-[stream]     arguments of streamer.wrap
-[train]      trl.SFTConfig; for a model of one's own the keys of TrainConfig, with the same names
-[lora]       peft.LoraConfig
-[data]       files or a dataset
-[optimizer]  options of streamer.AdamW that [train] has no names for
-[sample]     prompts to which the model writes answers while it trains
-[callbacks]  NAME = {arguments}, callbacks of transformers
+    [model]      path (a Hugging Face folder or hub id), or factory and args of a model of one's own
+    [stream]     arguments of streamer.wrap
+    [train]      trl.SFTConfig; for a model of one's own the keys of TrainConfig, with the same names
+    [lora]       peft.LoraConfig
+    [data]       files or a dataset
+    [optimizer]  options of streamer.AdamW that [train] has no names for
+    [sample]     prompts to which the model writes answers while it trains
+    [callbacks]  NAME = {arguments}, callbacks of transformers
+
+A relative path is relative to the folder in which the command runs.
 """
 
 from __future__ import annotations
@@ -113,7 +115,7 @@ class ModelConfig:
         "by bitsandbytes. A folder that is quantized already is read as it is",
     ] = "none"
     quantize_skip: Annotated[
-        tuple[str, ...], TEXTS, "regular expressions; layers in whose name one is found are not quantized"
+        tuple[str, ...], TEXTS, "regular expressions: layers with a matching name are not quantized"
     ] = ()
 
 
@@ -176,7 +178,7 @@ class TrainConfig:
     lr_scheduler_kwargs: Annotated[dict[str, Any], TABLE, "min_lr of cosine_with_min_lr"] = field(
         default_factory=dict
     )
-    weight_decay: Annotated[float, NOT_NEGATIVE, "decoupled, of matrices"] = 0.0
+    weight_decay: Annotated[float, NOT_NEGATIVE, "decoupled from the gradient"] = 0.0
     adam_beta1: Annotated[float, BETA, "of the average of gradients"] = 0.9
     adam_beta2: Annotated[float, BETA, "of the average of their squares"] = 0.999
     adam_epsilon: Annotated[float, POSITIVE, "added to the root of the squares"] = 1e-8
@@ -225,9 +227,9 @@ class OptimizerConfig:
         one_of("float32", "bfloat16", "int8"),
         "of the moments, with bf16 weights: 8, 4 or 2 bytes a parameter",
     ] = "float32"
-    skip_nonfinite: Annotated[
-        bool, FLAG, "skip a step whose gradients are not finite; else it is an error"
-    ] = True
+    skip_nonfinite: Annotated[bool, FLAG, "skip steps with non-finite gradients; else they are an error"] = (
+        True
+    )
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig  # type: ignore[attr-defined]
 
 import streamer
-from streamer.cli.build import build_model, settle_fp16, without_values
+from streamer.cli.build import build_model, refusals, settle_fp16, without_values
 from streamer.cli.config import Config, ConfigError, dump_config, with_keys
 from streamer.cli.data.dataset import check_data, load_data, load_tokenizer
 from streamer.cli.export import export, files_to_copy, write_adapters
@@ -48,9 +48,8 @@ from streamer.cli.run import (
 from streamer.config_values import nearest
 from streamer.engine.handle import wrapped
 from streamer.errors import amount
-from streamer.integrations.rows import keeps_texts_apart
 from streamer.integrations.transformers import is_complete, last_checkpoint
-from streamer.integrations.trl import SFTTrainer
+from streamer.integrations.trl import PackingError, SFTTrainer
 from streamer.quantized.parts import values_in
 
 #: Where the weights are in the end: those of a model, or adapters alone.
@@ -122,24 +121,28 @@ def train_folder(config: Config, *, resume: str | None = None) -> None:
     transformers.set_seed(args.seed)  # the first values of adapters
     model = build_model(config, process_group=dist.group.WORLD if args.world_size > 1 else None)
     try:
-        if args.packing and not keeps_texts_apart(model):
-            say(f"{type(model).__name__} does not keep packed texts apart: each has a row of its own")
-            args.packing = False
         progress, stop = Progress(out), Stopping()
         others: list[Any] = [_callback(name, options) for name, options in config.callbacks.items()]
         if config.sample.prompts:
             others.append(Samples(Writer(model, tokenizer, config.sample), out, progress))
-        trainer = _refusing(
-            partial(
-                SFTTrainer,
-                model,
-                args,
-                train_dataset=train,
-                eval_dataset=validation if args.eval_strategy != "no" else None,
-                processing_class=tokenizer,
-                callbacks=[progress, stop, *others],
-            )
+        build = partial(
+            SFTTrainer,
+            model,
+            args,
+            train_dataset=train,
+            eval_dataset=validation if args.eval_strategy != "no" else None,
+            processing_class=tokenizer,
+            callbacks=[progress, stop, *others],
         )
+        try:
+            with refusals("[train]", besides=PackingError):
+                trainer = build()
+        except PackingError:
+            say(f"{type(model).__name__} does not keep packed texts apart: each has a row of its own")
+            args.packing = False
+            trainer = build()
+        except (ImportError, RuntimeError) as error:  # a library of report_to that is not installed
+            raise ConfigError(f"[train]: {' '.join(str(error).split())}") from error
         trainer.remove_callback(PrinterCallback)
         if checkpoint is not None and _has_ended(checkpoint, args):
             say(f"{checkpoint} is the end of its run; for more, --set train.max_steps=...")
@@ -172,13 +175,6 @@ def _sizes(args: Any) -> dict[str, Any]:
 
 def _silent(*_: object) -> None:
     pass
-
-
-def _refusing(build: Any) -> Any:
-    try:
-        return build()
-    except (TypeError, ValueError, ImportError) as error:
-        raise ConfigError(f"[train]: {' '.join(str(error).split())}") from error
 
 
 def _planned(config: Config, args: Any, say: Any) -> Config:

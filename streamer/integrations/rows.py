@@ -28,10 +28,12 @@ class Rows:
     """
 
     pad: int
+    #: for a model that takes ``position_ids``
+    has_positions: bool = True
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """``input_ids``, ``labels`` and ``position_ids``, int64 [examples, time]. Positions begin at 0 with
-        each text of a row, by which models keep texts apart."""
+        """``input_ids``, ``labels`` and, if the model takes them, ``position_ids``, int64 [examples, time].
+        Positions begin at 0 with each text of a row, by which models keep texts apart."""
         shape = len(examples), max(len(example["input_ids"]) for example in examples)
         tokens, labels = torch.full(shape, self.pad), torch.full(shape, IGNORED)
         positions = torch.arange(shape[1]).repeat(shape[0], 1)
@@ -44,7 +46,13 @@ class Rows:
                 labels[row, begin] = IGNORED  # the text before it does not predict it
                 positions[row, begin : begin + length] = torch.arange(length)
                 begin += length
-        return {"input_ids": tokens, "labels": labels, "position_ids": positions}
+        batch = {"input_ids": tokens, "labels": labels}
+        return {**batch, "position_ids": positions} if self.has_positions else batch
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Whether the forward of ``model`` has an argument ``position_ids``."""
+    return "position_ids" in inspect.signature(type(without_adapters(model)).forward).parameters
 
 
 @torch.no_grad()
@@ -52,7 +60,7 @@ def keeps_texts_apart(model: nn.Module) -> bool:
     """Whether the logits of a text that follows another one in its row are those of the text alone, when only
     ``position_ids`` say where it begins. Costs two forwards of some tokens."""
     core = without_adapters(model)
-    if "position_ids" not in inspect.signature(type(core).forward).parameters:
+    if not takes_positions(model):
         return False
     was_training = model.training
     model.eval()

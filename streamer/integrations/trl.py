@@ -1,9 +1,11 @@
 """TRL's SFTTrainer for a wrapped model.
 
-from streamer.integrations.trl import SFTTrainer
+    from streamer.integrations.trl import ROWS, SFTTrainer
 
-model = streamer.from_pretrained("DIR", micro_batch_size=4, batch_dims=ROWS)
-SFTTrainer(model, SFTConfig("out", packing=True), train_dataset=chats, processing_class=tokenizer).train()
+    model = streamer.from_pretrained("DIR", micro_batch_size=4, batch_dims=ROWS)
+    SFTTrainer(model, SFTConfig("out", packing=True), train_dataset=chats, processing_class=tokenizer).train()
+
+`ROWS` names arguments of layers: leave out those that the model's layers do not take.
 """
 
 from __future__ import annotations
@@ -16,16 +18,20 @@ import torch
 import trl
 
 from streamer.integrations.causal_lm import without_adapters
-from streamer.integrations.rows import ROWS, Rows, keeps_texts_apart
+from streamer.integrations.rows import ROWS, Rows, keeps_texts_apart, takes_positions
 from streamer.integrations.transformers import Streamed
 
-__all__ = ["ROWS", "Rows", "SFTTrainer"]
+__all__ = ["ROWS", "PackingError", "Rows", "SFTTrainer"]
+
+
+class PackingError(ValueError):
+    """A model for which texts must not be packed."""
 
 
 class SFTTrainer(Streamed, trl.SFTTrainer):  # type: ignore[misc, name-defined]
     """TRL's SFTTrainer with `Streamed`, and with batches of rows by `Rows`.
 
-    Packing needs a model that keeps the texts of a row apart: otherwise raises ValueError.
+    Raises PackingError for packing with a model that does not keep the texts of a row apart.
     """
 
     _class_of_loss: Any = trl.SFTTrainer  # type: ignore[attr-defined]
@@ -33,16 +39,14 @@ class SFTTrainer(Streamed, trl.SFTTrainer):  # type: ignore[misc, name-defined]
 
     def __init__(self, model: Any, args: Any = None, data_collator: Any = None, **options: Any) -> None:
         if args is not None and args.packing and data_collator is None and not keeps_texts_apart(model):
-            raise ValueError(
-                f"{type(model).__name__} does not keep the texts of a packed row apart: set packing=False"
-            )
+            raise PackingError(f"{type(model).__name__} does not keep packed texts apart: set packing=False")
         core = without_adapters(model)
         if hasattr(core.get_output_embeddings(), "base_layer"):
             raise ValueError("an adapter on the head would not be trained: leave it out of target_modules")
         with _own_dtype(core):
             super().__init__(model, args, data_collator=data_collator, **options)
         if data_collator is None:
-            self.data_collator = Rows(self._tokenizer.pad_token_id)
+            self.data_collator = Rows(self._tokenizer.pad_token_id, takes_positions(model))
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
