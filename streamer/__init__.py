@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from streamer.checkpoint.load import Loaded as Loaded
     from streamer.checkpoint.load import load as load
     from streamer.checkpoint.save import save as save
-    from streamer.deepspeed.config import DeepSpeedConfig as DeepSpeedConfig
-    from streamer.deepspeed.config import from_deepspeed_config as from_deepspeed_config
+    from streamer.deepspeed import DeepSpeedConfig as DeepSpeedConfig
+    from streamer.deepspeed import from_deepspeed_config as from_deepspeed_config
     from streamer.errors import CheckpointError as CheckpointError
     from streamer.errors import DiskError as DiskError
     from streamer.loss import chunked_cross_entropy as chunked_cross_entropy
@@ -58,7 +58,7 @@ __all__ = [
 _HOMES = {
     "AdamW": "streamer.optim.adamw",
     "CheckpointError": "streamer.errors",
-    "DeepSpeedConfig": "streamer.deepspeed.config",
+    "DeepSpeedConfig": "streamer.deepspeed",
     "DiskError": "streamer.errors",
     "Loaded": "streamer.checkpoint.load",
     "NonFiniteError": "streamer.optim.adamw",
@@ -67,7 +67,7 @@ _HOMES = {
     "chosen": "streamer.planner.model",
     "chunked_cross_entropy": "streamer.loss",
     "clip_grad_norm_": "streamer.optim.clip",
-    "from_deepspeed_config": "streamer.deepspeed.config",
+    "from_deepspeed_config": "streamer.deepspeed",
     "from_pretrained": "streamer.pretrained.load",
     "load": "streamer.checkpoint.load",
     "plan": "streamer.model.plan",
