@@ -19,6 +19,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from streamer.errors import warn
+from streamer.model.options import DTYPE_NAMES
 
 _OPTIMIZERS = ("Adam", "AdamW", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam")
 _SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
@@ -28,8 +29,6 @@ _OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_p
 #: The tables that have mapped keys.
 _TABLES = {"optimizer", "optimizer.params", "scheduler", "scheduler.params", "fp16", "bf16", "data_types"}
 _TABLES |= {"zero_optimization", *_OFFLOADS}
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_DTYPES |= {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 #: Variants of Adam that train otherwise than AdamW, decay in the gradient among them.
 _VARIANTS = {"amsgrad": True, "maximize": True, "bias_correction": False, "adam_w_mode": False}
 
@@ -114,13 +113,13 @@ def from_deepspeed_config(
     adamw = _adamw(keys, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     if keys.take("bf16.bf16_optimizer_states", bool) and computed == torch.bfloat16:
         adamw["state_dtype"] = torch.bfloat16
-    if (summed := keys.one_of("data_types.grad_accum_dtype", tuple(_DTYPES))) is not None:
-        if _DTYPES[summed] not in (torch.float32, computed):
+    if (summed := keys.one_of("data_types.grad_accum_dtype", tuple(DTYPE_NAMES))) is not None:
+        if DTYPE_NAMES[summed] not in (torch.float32, computed):
             raise ValueError(
                 f'data_types.grad_accum_dtype is "{summed}", and parameters are in {computed or "another"}: '
                 "gradients are added up in fp32, or in the dtype that fp16 or bf16 enables"
             )
-        wrap["grad_dtype"] = torch.float32 if _DTYPES[summed] == torch.float32 else None
+        wrap["grad_dtype"] = torch.float32 if DTYPE_NAMES[summed] == torch.float32 else None
     if folders := _folders(keys):
         wrap["disk"] = folders[0] if len(folders) == 1 else folders
     micro, accumulation = _batch(keys, micro_batch_size, gradient_accumulation_steps)
@@ -260,9 +259,9 @@ def _dtype(keys: _Keys, dtype: torch.dtype | None) -> torch.dtype | None:
     auto = {} if dtype is None and not enabled else {"auto": None}
     for name in ("fp16", "bf16"):
         is_on = keys.take(f"{name}.enabled", bool, "dtype", **auto)
-        if None not in (is_on, dtype) and is_on != (dtype == _DTYPES[name]):
+        if None not in (is_on, dtype) and is_on != (dtype == DTYPE_NAMES[name]):
             raise ValueError(f"{name}.enabled is {is_on} in the config, and dtype is {dtype}: leave one out")
-    return _DTYPES[enabled[0]] if enabled else dtype
+    return DTYPE_NAMES[enabled[0]] if enabled else dtype
 
 
 def _adamw(keys: _Keys, **answers: Any) -> dict[str, Any]:

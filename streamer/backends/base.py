@@ -16,6 +16,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+import streamer_native as native
+
 T = TypeVar("T")
 
 
@@ -164,10 +166,17 @@ class Backend(abc.ABC):
     """Lanes and memory of one device."""
 
     device: torch.device
+    #: where host memory is; the meta device where a backend has no values
+    host: torch.device = torch.device("cpu")
     #: fill slots with NaN when they are given up, so that a stale read cannot pass unseen
     poison: bool = False
     #: bytes of the device that may be used, if they are limited
     device_limit: int | None = None
+
+    @property
+    def has_values(self) -> bool:
+        """Whether tensors of it have values."""
+        return self.host.type != "meta"
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
         """Run ``work``, which moves ``nbytes``, after all that is in the lane before it and after ``waits``.
@@ -199,6 +208,10 @@ class Backend(abc.ABC):
         results: list[T] = []
         self.submit(Lane.HOST, lambda: results.append(work()), (), 0).wait()
         return results.pop()
+
+    def set_host_threads(self, count: int) -> None:
+        """Let kernels of streamer_native run in ``count`` threads."""
+        self.on_host(lambda: native.set_num_threads(count))
 
     def finish_compute(self) -> None:
         """Return when all is done that the caller has queued on the device until now."""

@@ -116,7 +116,7 @@ class VirtualBackend(Backend):
     """
 
     def __init__(self, machine: Machine) -> None:
-        self.device = torch.device("meta")
+        self.device = self.host = torch.device("meta")
         self.machine = machine
         self._host_taken = self._device_taken = 0
         self._clock = Clock(machine)
@@ -221,6 +221,9 @@ class VirtualBackend(Backend):
         if self.machine.kind == CUDA:
             return buffers_within(nbytes, beside, each)
         return super().device_buffers_within(nbytes, beside, each, there)
+
+    def set_host_threads(self, count: int) -> None:
+        return
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         raise AssertionError("nothing is copied on the virtual backend")

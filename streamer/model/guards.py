@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -194,19 +193,20 @@ def _zero_grad(module: nn.Module, executor: Executor) -> Callable[..., None]:
 
 
 def _stay(module: nn.Module, device: torch.device) -> Callable[..., nn.Module]:
-    """``module._apply``, which refuses to move or cast the module, but lets pass what would change nothing:
-    trainers move every model to the device that they are told, which may be the model's own."""
+    """``module._apply``, which refuses to move, cast or share the module. It lets pass a function that leaves
+    device and dtype as they are: trainers move every model to their device, which may be the model's own."""
 
     def apply(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        kinds = {(tensor.dtype, tensor.dim()) for tensor in (*module.parameters(), *module.buffers())}
-        # tensors of the device, and of the dtypes and numbers of dimensions (for memory formats) of the
-        # module's
-        # a value of its own each time, which is in no memory that was given back
-        value = next(_VALUES) % 100 + 2
-        probes = [torch.full((2,) * dim, value, dtype=dtype, device=device) for dtype, dim in kinds]
         on_host = torch.empty(1)
         function(on_host)
-        if on_host.is_shared() or any(_moves(probe, function(probe)) for probe in probes):
+        moves = on_host.is_shared()
+        for dtype in {tensor.dtype for tensor in (*module.parameters(), *module.buffers())}:
+            probe = torch.empty(2, dtype=dtype, device=device)
+            after = function(probe)
+            # trainers number the CPU by the process
+            is_there = after.device == device or after.device.type == device.type == "cpu"
+            moves |= not is_there or after.dtype != dtype
+        if moves:
             raise RuntimeError(
                 f"a wrapped model cannot be moved or cast (.to, .cuda, .half, ...), it runs on '{device}': "
                 "choose device and dtype in streamer.wrap, or call streamer.unwrap(model) first"
@@ -214,20 +214,6 @@ def _stay(module: nn.Module, device: torch.device) -> Callable[..., nn.Module]:
         return module
 
     return apply
-
-
-#: What the probes of `_stay` hold.
-_VALUES = itertools.count()
-
-
-def _moves(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether ``after`` is somewhere else, or something else, than ``before``."""
-    if after is before:
-        return False
-    # trainers number the CPU by the process, and PyTorch then copies from the CPU to the CPU
-    on_cpu = after.device.type == before.device.type == "cpu"
-    same = (after.dtype, after.stride()) == (before.dtype, before.stride())
-    return not (on_cpu and same and torch.equal(after, before))
 
 
 def _refuse_to_pickle(*_: Any, **__: Any) -> NoReturn:

@@ -15,8 +15,8 @@ from streamer.backends.disk import Disks
 from streamer.engine.layer.compiled import CompileBackend
 from streamer.engine.layer.layer import POLICIES
 from streamer.engine.unit import Unit
+from streamer.model.init import Init
 from streamer.model.layers import Layers
-from streamer.model.move_in import Init
 from streamer.model.units import DTYPES
 from streamer.store.layout import Layout
 from streamer.store.ledger import limit_of
@@ -30,6 +30,13 @@ Number = int | Literal["auto"] | None
 
 #: A folder, or several.
 Folders = str | PathLike[str] | Sequence[str | PathLike[str]]
+
+#: A dtype, or its name.
+Dtype = torch.dtype | str
+
+#: The names of dtypes that weights are streamed in.
+DTYPE_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPE_NAMES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 _KNOWN = ", ".join(map(repr, POLICIES))
 
@@ -158,6 +165,16 @@ def parse_bytes(name: str, given: int | str | None) -> int | None:
         what = "a number and its unit" if isinstance(given, str) else "it in bytes, or as a text"
         raise ValueError(f"{name}={given!r}: give {what} such as '16GiB'")
     return nbytes
+
+
+def dtype_of(name: str, given: Dtype | None) -> torch.dtype | None:
+    """The dtype that ``given`` is, or is the name of; ``name`` is the option's. Raises ValueError for a text
+    that names none."""
+    if not isinstance(given, str):
+        return given
+    if given not in DTYPE_NAMES:
+        raise ValueError(f"{name}={given!r} is no dtype: use one of {', '.join(map(repr, DTYPE_NAMES))}")
+    return DTYPE_NAMES[given]
 
 
 def folders_of(disk: Folders) -> list[str | PathLike[str]]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from streamer.backends.base import Lane
-from streamer.model.options import AUTO, WrapOptions
+from streamer.model.options import AUTO, WrapOptions, dtype_of
 from streamer.model.wrap import wrap
 from streamer.planner.choose import Choice, may_be_auto
 from streamer.planner.machine import Machine, context_bytes, named_machine
@@ -135,4 +135,5 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"plan knows no option {unknown[0]!r}: those of streamer.wrap are {', '.join(names)}"
         )
-    return {name: given.get(name, usual[name].default) for name in names}
+    found = {name: given.get(name, usual[name].default) for name in names}
+    return found | {name: dtype_of(name, found[name]) for name in ("dtype", "grad_dtype")}

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.unit import InParts, Shared, Unit
-from streamer.errors import exact_amount, shortened, warn
-from streamer.model.layers import find_layers, finer_globs
+from streamer.errors import shortened, warn
 from streamer.quantized.parts import Composite, composite_of, has_inner_tensors, plainly
 from streamer.store.layout import Layout, Param
-from streamer.store.ledger import Ledger
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -241,63 +236,3 @@ def _streamed_dtype(param: nn.Parameter, name: str, dtype: torch.dtype | None) -
             "or torch.float16; give wrap(dtype=...) one of them, or cast the model first"
         )
     return streamed
-
-
-#: Plans the bytes of units, of the root unit and of so many slots.
-PlanOf = Callable[[Sequence[Unit], Unit, int], Ledger]
-
-
-def device_remedy(
-    model: nn.Module,
-    units: Sequence[Unit],
-    root: Unit,
-    dtype: torch.dtype | None,
-    plan_of: PlanOf,
-    *,
-    num_slots: int,
-    available: int,
-    limit: int | None,
-) -> str:
-    """What helps where ``num_slots`` slots for ``units`` do not fit into ``available`` bytes of the device:
-    more memory, fewer slots, or globs of parts of the largest layers.
-
-    ``dtype`` is what parameters are streamed in, ``limit`` the ``device_memory`` that `wrap` was given.
-    """
-    planned = plan_of(units, root, num_slots)
-    needed = sum(planned.device.values())
-    figure = exact_amount(needed) if limit is None else f"device_memory={needed + limit - available}"
-    if planned.beside_slots >= available:
-        beside = exact_amount(planned.beside_slots)
-        return f"what is in no layer takes {beside} alone; {figure} would do"
-
-    def fits(units: Sequence[Unit], root: Unit, slots: int) -> bool:
-        return sum(plan_of(units, root, slots).device.values()) <= available
-
-    remedies = [f"{figure} would do"]
-    fewer = range(min(num_slots, len(units)) - 1, 0, -1)
-    if (fit := next((slots for slots in fewer if fits(units, root, slots)), None)) is not None:
-        remedies.append(f"lower num_slots to {fit}")
-    globs = _globs_that_fit(model, units, dtype, partial(fits, slots=num_slots))
-    if globs:
-        remedies.append(f"stream its parts: layers=[{', '.join(map(json.dumps, globs))}]")
-    largest = max(units, key=lambda unit: unit.layout.nbytes)
-    takes = exact_amount(largest.layout.nbytes)
-    return f"the largest layer, '{largest.name}', takes {takes}; {', or '.join(remedies)}"
-
-
-def _globs_that_fit(
-    model: nn.Module,
-    units: Sequence[Unit],
-    dtype: torch.dtype | None,
-    fits: Callable[[Sequence[Unit], Unit], bool],
-) -> list[str]:
-    """Globs for ``layers=`` by which the model fits; the largest layers are cut no further than that. Empty
-    where there are none."""
-    layers = [(unit.name, unit.module) for unit in units]
-    # what cannot be a layer is refused by those that make layers and units of it
-    with suppress(ValueError):
-        while globs := finer_globs(layers):
-            layers = find_layers(model, globs)
-            if fits(*make_units(model, layers, dtype)):
-                return globs
-    return []

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from streamer.engine.guard import as_plain
-from streamer.engine.handle import wrapped
+from streamer.engine.handle import require_home, wrapped
 from streamer.engine.paging.executor import Executor
 
 
 @as_plain
 def clip_grad_norm_(
-    model: nn.Module,
+    model: nn.Module | Iterable[torch.Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
     grad_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Clip the gradients of a wrapped model so that their norm is at most ``max_norm``.
+    """Clip the gradients of a wrapped model so that their norm is at most ``max_norm``. ``model`` is the
+    model, or all of its parameters that are trained (``model.parameters()``).
 
     Returns the norm before clipping as an fp32 scalar on the CPU, as `torch.nn.utils.clip_grad_norm_` does.
     The coefficient ``max_norm / (norm + 1e-6)``, where it is below 1, is applied to layers by the next
@@ -33,9 +35,10 @@ def clip_grad_norm_(
     `torch.amp.GradScaler` can unscale: ``grad_scale=scaler.get_scale()``.
 
     Raises RuntimeError for a norm that is NaN or infinite if ``error_if_nonfinite``, or where ``wrap`` was
-    told ``update="backward"``, and ValueError for a model that is not wrapped.
+    told ``update="backward"``, and ValueError for a model that is not wrapped, or for parameters
+    that are not those of one model.
     """
-    executor = wrapped(model).executor
+    executor = wrapped(model).executor if isinstance(model, nn.Module) else _executor_of(model)
     if not executor.gradients.are_kept:
         raise RuntimeError(
             "clip_grad_norm_ needs all gradients before any update, and update='backward' updates each layer "
@@ -52,6 +55,26 @@ def clip_grad_norm_(
     if not coefficient >= 1:  # so also where the norm is not a number
         executor.gradients.rescale(coefficient)
     return torch.tensor(norm, dtype=torch.float32)
+
+
+def _executor_of(parameters: Iterable[torch.Tensor]) -> Executor:
+    """The executor of the model that has ``parameters``. Raises ValueError unless they are all that it
+    trains: the norm is that of all gradients."""
+    given = {id(param): require_home(param).executor for param in parameters}
+    executors = {*given.values()}
+    trained = [
+        param
+        for executor in executors
+        for unit in (*executor.units, executor.root)
+        for param in unit.trainable
+        if param.requires_grad
+    ]
+    if len(executors) != 1 or any(id(param) not in given for param in trained):
+        raise ValueError(
+            "clip_grad_norm_ clips all gradients of one wrapped model: give it the model, or all of its "
+            "parameters (model.parameters())"
+        )
+    return executors.pop()
 
 
 def _norm(executor: Executor, norm_type: float) -> float:

@@ -16,7 +16,7 @@ import copy
 import inspect
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,23 +25,25 @@ import torch
 from torch import nn
 
 from streamer.backends.base import Backend
+from streamer.backends.ranks import Ranks
 from streamer.backends.virtual import VirtualBackend, VirtualRanks
 from streamer.engine.handle import wrapped
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.tensors.nested import Rebuild, flatten
-from streamer.engine.unit import Unit, buffer_bytes
+from streamer.engine.unit import Unit
 from streamer.errors import notes
+from streamer.model.init import check_init
 from streamer.model.layers import find_layers
-from streamer.model.move_in import check_init, room_of
+from streamer.model.memory import MemoryPlan, room_of
 from streamer.model.options import AUTO, WrapOptions
 from streamer.model.streaming import stream
-from streamer.model.units import device_remedy, make_units
+from streamer.model.units import make_units
 from streamer.optim.adamw import AdamW
 from streamer.planner.choose import Choice, Chosen, PlanOf, choose, may_be_auto
 from streamer.planner.machine import CUDA, ENOUGH, GIB, RTX_4090, Machine, gpu_properties, named_machine
 from streamer.planner.step import StepPlan, plan_step
 from streamer.quantized.parts import composite_of, marked, plainly
-from streamer.store.ledger import UNLIMITED, Ledger, Tier, ledger, require
+from streamer.store.ledger import UNLIMITED, Tier, require
 
 #: What to do about a model that cannot be planned.
 WITHOUT_PLAN = "give activations, num_slots and micro_batch_size yourself, and no example"
@@ -242,7 +244,7 @@ def choose_options(
     machine = replace(machine_of(backend, machine), ranks=ranks, machines=machines)
     layers = find_layers(model, options.layers)
     units, root = make_units(model, layers, options.dtype)
-    if not isinstance(backend, VirtualBackend):
+    if backend.has_values:
         check_init((*units, root), options.init)
     params = [param for unit in (*units, root) for param in unit.params]
     room = room_of(backend, params, limit=options.device_limit)
@@ -262,19 +264,11 @@ def _require_slots(
     model: nn.Module, units: list[Unit], root: Unit, options: WrapOptions, available: int
 ) -> None:
     """Raise MemoryError if the fewest slots are too many for ``available`` bytes of the device."""
-
-    def planned(units: Sequence[Unit], root: Unit, num_slots: int) -> Ledger:
-        layouts = [unit.layout for unit in (*units, root)]
-        buffers = buffer_bytes((*units, root))
-        return ledger(layouts, num_slots=min(num_slots, len(units)), buffers=buffers)
-
+    memory = MemoryPlan(model, options, Ranks())
     slots = 1 if options.num_slots == AUTO else options.num_slots or 2
-    needed = sum(planned(units, root, slots).device.values())
+    needed = sum(memory.ledger(units, root, slots).device.values())
     if needed > available:
-        limit = options.device_limit
-        remedy = device_remedy(
-            model, units, root, options.dtype, planned, num_slots=slots, available=available, limit=limit
-        )
+        remedy = memory.device_remedy(units, root, slots, available)
         require("the model", Tier("the device", needed, available, remedy))
 
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from streamer.backends.disk import Disks
 from streamer.errors import CheckpointError
+from streamer.model.init import Init, UnitInit
 from streamer.model.layers import Layers, find_layers
-from streamer.model.move_in import Init, UnitInit
-from streamer.model.options import Folders, folders_of
+from streamer.model.options import Dtype, Folders, dtype_of, folders_of
 from streamer.model.units import DTYPES
 from streamer.model.wrap import wrap
 from streamer.pretrained.architecture import ModelClass, build, is_quantized
@@ -37,7 +37,7 @@ def from_pretrained(
     init: Init | str | None = None,
     ignore: str | Sequence[str] = (),
     adapt: Callable[[nn.Module], nn.Module | None] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: Dtype | None = None,
     quantize: str | None = None,
     skip: str | Sequence[str] = (),
     disk: bool | Folders | Disks | None = None,
@@ -97,7 +97,7 @@ def from_pretrained(
             in a file that is cut off, before anything is allocated.
         ValueError, MemoryError: what `streamer.wrap` raises, and for a path or class that cannot be used.
     """
-    path = Path(path)
+    path, dtype = Path(path), dtype_of("dtype", dtype)
     if not path.exists():
         raise ValueError(f"{path}: there is no such file or folder; nothing is downloaded: give a local one")
     stored = stored_tensors(path)

@@ -18,7 +18,7 @@ from torch import nn
 
 from streamer.checkpoint.tensors import in_a_line
 from streamer.errors import CheckpointError, shortened
-from streamer.model.move_in import exchange
+from streamer.model.init import exchange
 from streamer.model.units import DTYPES, kept_dtype
 from streamer.pretrained.architecture import of_library
 from streamer.pretrained.files import Stored

@@ -146,7 +146,7 @@ def test_the_snapshot_sees_a_wrap() -> None:
         ({"activations": "checkpoint"}, "activations='checkpoint' is unknown: " + POLICIES),
         ({"activations": None}, "activations=None: give one of 'recompute', .* a list"),
         ({"dtype": torch.float64}, r"torch\.float64.* " + DTYPES),
-        ({"dtype": "bf16"}, r"dtype='bf16'.* " + DTYPES),
+        ({"dtype": "fp8"}, "dtype='fp8' is no dtype: use one of 'fp32', 'bf16', 'fp16', 'float32'"),
         ({"device": "mps"}, r"device='mps' is not supported: use 'cuda' or 'cpu'"),
         ({"device": "gpu0"}, r"device='gpu0'.* use 'cuda' or 'cpu'"),
         ({"host_threads": 0}, "host_threads=0: it must be an integer from 1 to"),
@@ -164,6 +164,14 @@ def test_the_snapshot_sees_a_wrap() -> None:
 )
 def test_options(options: dict[str, Any], match: str, refuses: Refuses) -> None:
     refuses(Net(), match, **options)
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16", "fp16", "float16", "fp32", "float32"])
+def test_dtypes_by_name(name: str) -> None:
+    dtype = {"bf": torch.bfloat16, "16": torch.float16, "32": torch.float32}
+    expected = dtype["bf" if name.startswith("bf") else name[-2:]]
+    with wrapped(dtype=name, grad_dtype="fp32") as model:
+        assert model.blocks[0].weight.dtype is expected
 
 
 def test_a_backend_that_was_given_is_closed_when_an_option_is_refused() -> None:
@@ -522,11 +530,9 @@ MOVES: dict[str, Callable[[nn.Module], object]] = {
     "to device": lambda module: module.to("meta"),
     "to dtype": lambda module: module.to(torch.float16),
     "to device and dtype": lambda module: module.to("cpu", torch.float16),
-    "to memory format": lambda module: module.to(memory_format=torch.channels_last),
     "half": lambda module: module.half(),
     "double": lambda module: module.double(),
     "bfloat16": lambda module: module.bfloat16(),
-    "to_empty": lambda module: module.to_empty(device="cpu"),
     "share_memory": lambda module: module.share_memory(),
 }
 
@@ -537,6 +543,8 @@ STAYS: dict[str, Callable[[nn.Module], object]] = {
     "cpu": lambda module: module.cpu(),
     "float": lambda module: module.float(),
     "type": lambda module: module.type(torch.float32),
+    "to memory format": lambda module: module.to(memory_format=torch.channels_last),
+    "to_empty": lambda module: module.to_empty(device="cpu"),
 }
 
 

@@ -19,7 +19,7 @@ from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.executor import Executor
 from streamer.model import move_in as moving
 from streamer.model import streaming
-from streamer.model.move_in import releasable_bytes
+from streamer.model.memory import releasable_bytes
 from tests.reference import attached
 
 MIB = 1 << 20

@@ -40,7 +40,7 @@ def test_it_agrees_with_the_command(tmp_path: object) -> None:
 
 
 def test_on_a_cpu_it_holds_what_a_real_model_holds() -> None:
-    options = {"layers": "transformer.h", "dtype": torch.bfloat16}
+    options = {"layers": "transformer.h", "dtype": "bf16"}
     found = streamer.plan(model(), TOKENS, machine="rtx-4090", **options)
     real = GPT(**SIZES)
     streamer.wrap(real, device="cpu", **options)

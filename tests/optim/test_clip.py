@@ -326,6 +326,22 @@ def test_norms_other_than_the_second(norm_type: Any, dtype: torch.dtype) -> None
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
 
 
+def test_it_takes_the_parameters_of_a_model_and_no_part_of_them() -> None:
+    with streamed(gpt(), layers="transformer.h") as model:
+        language_loss(model, 0).backward()
+        norm = streamer.clip_grad_norm_(model, 1e9)
+        assert torch.equal(streamer.clip_grad_norm_(model.parameters(), 0.5), norm)
+        assert streamer.clip_grad_norm_(model, 1e9) == pytest.approx(0.5, rel=1e-4)
+        layers = model.transformer.h.parameters()
+        for some, match in (
+            (layers, "all of its parameters"),
+            ([], "all of its"),
+            (nn.Linear(1, 1).parameters(), "no wrapped"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                streamer.clip_grad_norm_(some, 1.0)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_norm_that_is_not_finite(value: float) -> None:
     with streamed(gpt(), layers="transformer.h") as model:

@@ -24,7 +24,7 @@ from streamer.cli.loop import train_own
 from streamer.cli.plan.planning import PROCESS_BYTES, plan_run, settle
 from streamer.engine.handle import wrapped
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
-from streamer.model.move_in import room_of
+from streamer.model.memory import room_of
 from streamer.planner.choose import Choice, Chosen, choose, sizes_below
 from streamer.planner.machine import Machine, context_bytes
 from streamer.planner.measure import Tracker

@@ -134,7 +134,7 @@ def test_how_it_generates_is_taken_over(gpt2: Path, tmp_path: Path) -> None:
 def test_a_config_in_place_of_the_one_in_the_folder(gpt2: Path) -> None:
     config = transformers.GPT2Config.from_pretrained(gpt2, resid_pdrop=0.5)
     before = copy.deepcopy(config.to_dict())
-    model = load(gpt2, config=config, dtype=torch.bfloat16)
+    model = load(gpt2, config=config, dtype="bfloat16")
     assert model.transformer.h[0].mlp.dropout.p == 0.5
     assert config.to_dict() == before
     assert model.config is not config

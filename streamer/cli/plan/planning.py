@@ -29,7 +29,7 @@ from streamer.engine.handle import wrapped
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.engine.schedule.trace import Trace
 from streamer.model.layers import find_layers
-from streamer.model.move_in import room_of
+from streamer.model.memory import room_of
 from streamer.model.options import AUTO, folders_of, parse_bytes
 from streamer.planner.choose import Choice, Chosen, PlanOf, choose, may_be_auto
 from streamer.planner.machine import CPU, Machine, context_bytes
