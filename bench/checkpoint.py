@@ -23,6 +23,7 @@ import torch
 
 import streamer
 from bench.common import RESULTS, load_average, provenance, quartiles, write_json
+from bench.markdown import Report, spread, table
 from models.gpt2 import GPT
 from streamer.engine.handle import wrapped
 
@@ -41,6 +42,15 @@ def seconds_of(work: Callable[[], object]) -> float:
     begun = time.perf_counter()
     work()
     return time.perf_counter() - begun
+
+
+def report_table(report: Report) -> list[str]:
+    rows = [[name, spread(row)] for name, row in report["gb_per_second"].items()]
+    return [
+        f"{report['bytes']:,} bytes; written at {spread(report['save_of_raw'])} of the rate of a raw write.",
+        "",
+        *table(["", "GB/s"], rows),
+    ]
 
 
 def main() -> None:

@@ -24,22 +24,125 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 import streamer
-from bench.common import RESULTS, load_average, provenance, write_json
-from bench.depth_report import Block, draw, print_table, summary
+from bench.common import RESULTS, load_average, provenance, quartiles, write_json
+from bench.markdown import Report, number, spread, table
 from bench.no_values import add_option, go_on_without_values
 from models.gpt2 import GPT
 from streamer.engine.handle import wrapped
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of steps: the median step's seconds, and bytes on the device."""
+
+    seconds: float
+    owned: Mapping[str, int]  # by purpose
+    peak: int
+
+
+def line_through(xs: Sequence[float], ys: Sequence[float]) -> dict[str, float]:
+    """The straight line through two or more points by least squares, and how far they are from it.
+
+    ``r_squared`` is NaN where all ``ys`` are equal; a residual is relative to its ``y``.
+    """
+    slope, intercept = statistics.linear_regression(xs, ys)
+    residuals = [y - (slope * x + intercept) for x, y in zip(xs, ys, strict=True)]
+    mean = statistics.fmean(ys)
+    variation = math.fsum((y - mean) ** 2 for y in ys)
+    return {
+        "slope": slope,
+        "intercept": intercept,
+        "r_squared": 1 - math.fsum(r**2 for r in residuals) / variation if variation else math.nan,
+        "largest_relative_residual": max(abs(r / y) for r, y in zip(residuals, ys, strict=True)),
+    }
+
+
+def summary(found: Mapping[int, Sequence[Block]]) -> dict[str, Any]:
+    """Figures of each depth, and lines through those that may grow with it."""
+    depths = [depth_figures(n_layer, found[n_layer]) for n_layer in sorted(found)]
+    layers = [depth["n_layer"] for depth in depths]
+    return {
+        "depths": depths,
+        "owned_bytes_are_equal": all(depth["owned_bytes"] == depths[0]["owned_bytes"] for depth in depths),
+        "step_seconds_over_layers": line_through(
+            layers, [depth["seconds_per_step"]["median"] for depth in depths]
+        ),
+        "peak_bytes_over_layers": line_through(layers, [depth["peak_bytes"] for depth in depths]),
+    }
+
+
+def depth_figures(n_layer: int, blocks: Sequence[Block]) -> dict[str, Any]:
+    """Figures of one depth; the peak is the highest of all blocks."""
+    seconds = quartiles(block.seconds for block in blocks)
+    owned, peak = blocks[0].owned, max(block.peak for block in blocks)
+    total = sum(owned.values())
+    return {
+        "n_layer": n_layer,
+        "seconds_per_step": seconds,
+        "seconds_per_layer": seconds["median"] / n_layer,
+        "owned_bytes": dict(owned),
+        "owned_bytes_total": total,
+        "peak_bytes": peak,
+        "beyond_owned_bytes_per_layer": (peak - total) / n_layer,
+    }
+
+
+def draw(found: Mapping[str, Any], picture: Path, *, title: str) -> None:
+    """Step time and device bytes over layers, if matplotlib is there."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        print(f"not drawn: {error}; matplotlib comes with the extra [plot]")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    depths, line = found["depths"], found["step_seconds_over_layers"]
+    layers = [depth["n_layer"] for depth in depths]
+    lower, median, upper = (
+        [depth["seconds_per_step"][name] * 1e3 for depth in depths]
+        for name in ("lower_quartile", "median", "upper_quartile")
+    )
+    figure, (times, sizes) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    fitted = [(line["intercept"] + line["slope"] * n_layer) * 1e3 for n_layer in (0, layers[-1])]
+    label = f"{line['intercept'] * 1e3:.1f} ms + {line['slope'] * 1e3:.2f} ms per layer"
+    times.plot((0, layers[-1]), fitted, color="#d65f5f", linewidth=1, label=label)
+    spread = [
+        [mid - low for mid, low in zip(median, lower, strict=True)],
+        [up - mid for mid, up in zip(median, upper, strict=True)],
+    ]
+    label = "median of rounds, quartiles"
+    times.errorbar(layers, median, yerr=spread, fmt="o", color="#4878cf", capsize=3, label=label)
+    times.set_ylabel("milliseconds per step")
+    for key, label, colour in (
+        ("peak_bytes", "peak: with the layers' saved inputs", "#e8a33d"),
+        ("owned_bytes_total", "owned: slots, root, gradients", "#4878cf"),
+    ):
+        sizes.plot(layers, [depth[key] / 1e6 for depth in depths], "o-", color=colour, label=label)
+    sizes.set_ylabel("MB on the device")
+    for axes in (times, sizes):
+        axes.margins(y=0.15)
+        axes.set(xlabel="layers", xlim=(0, None), ylim=(0, None), xticks=layers)
+        axes.legend(frameon=False, fontsize=9)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=130)
+    print(f"written: {picture}")
+
 
 VOCAB_SIZE, NUM_SLOTS = 256, 2
 
@@ -171,6 +274,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def report_table(report: Report) -> list[str]:
+    line = report["step_seconds_over_layers"]
+    rows = [
+        [
+            str(row["n_layer"]),
+            spread(row["seconds_per_step"], ".1f", 1e3),
+            f"{row['owned_bytes_total'] / 1e6:.2f}",
+            f"{row['peak_bytes'] / 1e6:.2f}",
+        ]
+        for row in report["depths"]
+    ]
+    equal = "the same at every depth" if report["owned_bytes_are_equal"] else "NOT the same at every depth"
+    return [
+        f"{line['intercept'] * 1e3:.1f} ms and {line['slope'] * 1e3:.2f} ms per layer, R² "
+        f"{number(line['r_squared'], '.4f')}; owned device bytes are {equal}.",
+        "",
+        *table(["layers", "step, ms", "owned, MB", "peak with saved inputs, MB"], rows),
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     if options.no_values:
@@ -193,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     what = f"width {options.n_embd} in {options.dtype}, {options.batch_size} x {options.context} tokens"
     what += f", {NUM_SLOTS} slots on {options.device}"
     print(f"{what}; load before {load_before:.1f}")
-    print_table(found)
+    print("\n".join(report_table(report)))
     write_json(options.json, report)
     draw(found, options.png, title=what)
 

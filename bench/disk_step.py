@@ -39,7 +39,7 @@ from torch import nn
 
 import streamer
 from bench.common import RESULTS, load_average, provenance, quartiles, write_json
-from bench.disk_table import step_table
+from bench.markdown import Report, spread, table
 from models.gpt2 import GPT
 from streamer.backends.base import DISKS, Backend
 from streamer.backends.disk import Direction, Disks, Scratch
@@ -49,6 +49,68 @@ from streamer.engine.handle import wrapped
 from streamer.planner.machine import Machine
 from streamer.planner.step import Prediction, predict_step
 from streamer.store.purposes import MASTERING, MOMENTS
+
+
+def report_table(report: Report) -> list[str]:
+    """The table of `bench.disk_step`."""
+    rows = [
+        [
+            row["placement"],
+            _rate(row) if "slower" in row else "",
+            f"{row['budget'] / 1e6:.0f} MB" if row["budget"] else "none",
+            f"{row['state_over_budget']:.1f}" if "slower" in row else "",
+            f"{row['bytes_per_parameter']:.1f}" if "moved_bytes" in row else "",
+            spread(row["seconds"]),
+            spread(row["tokens_per_second"], ".0f"),
+            spread(row.get("slower")),
+            f"{row['planned']:.2f}" if "planned" in row else "",
+            spread(row.get("of_planned")),
+            spread(row.get("of_bound")),
+        ]
+        for row in report["placements"]
+    ]
+    heads = [
+        "",
+        "disk, each way",
+        "budget",
+        "state over it",
+        "bytes a parameter",
+        "seconds of a step",
+        "tokens/s",
+        "by host memory",
+        "planned",
+        "of planned",
+        "of the bound",
+    ]
+    return [
+        f"A GPT of {report['parameters'] / 1e6:.1f} million parameters in bf16, {report['layers']} layers of "
+        f'width {report["width"]}, update="{report.get("update", "step")}", '
+        f"{report['tokens_per_step']} tokens a step, "
+        f"{report['rounds']} rounds of {report['steps']} steps; losses are equal to the bit:",
+        "",
+        *table(heads, rows),
+    ]
+
+
+def _rate(row: Report) -> str:
+    rate = row["throttle_bytes_per_second"]
+    return "as it is" if rate is None else f"{rate / 1e6:.0f} MB/s"
+
+
+def readme_figure(report: Report) -> str:
+    """What `bench.disk_step` has found, in sentences."""
+    slow = [row for row in report["placements"] if row["throttle_bytes_per_second"] is not None]
+    told = [
+        f"{row['slower']['median']:.2f} times as long with {row['placement']} at {_rate(row)} each way "
+        f"(planned: {row['planned']:.2f})"
+        for row in slow
+    ]
+    return (
+        f"A step of {report['parameters'] / 1e6:.0f} million parameters in bf16, of "
+        f"{report['tokens_per_step']} tokens on {report['hardware']['cores']} cores, takes, beside one in "
+        f"host memory, {', '.join(told)}."
+    )
+
 
 FP32 = torch.float32
 STATE = {purpose.name for purpose in (*MASTERING, *MOMENTS[FP32])}
@@ -244,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name: getattr(options, name) for name in ("layers", "width", "vocab", "batch", "context", "update")
     }
     report |= {"rounds": options.rounds, "steps": options.steps, **measure(options)}
-    print("\n".join(step_table(report)))
+    print("\n".join(report_table(report)))
     write_json(options.json, report)
 
 

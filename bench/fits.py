@@ -2,7 +2,7 @@
 
     python -m bench.fits configs/gpt2-demo.toml --host-memory 4GiB --batch-sizes 32 64        # a CPU will do
     python -m bench.fits configs/gpt2-10b.toml --host-memory 120GiB --batch-sizes 16 32 64 \\
-        --set optimizer.warmup_steps=2                                                        # a GPU
+        --set train.warmup_steps=2                                                            # a GPU
 
 First the config as it is, on the text that it names, with the GPU held to ``stream.device_memory``: the loss
 on validation text before and after ``--steps`` steps, each step's loss, norm and seconds, and the most that
@@ -23,7 +23,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,10 @@ from typing import Any
 import torch
 
 import streamer
-from bench.by_layer import CompleteTrace, place, totals
+from bench.by_layer import CompleteTrace, RawCopies, place, totals
 from bench.common import RESULTS, load_average, provenance, write_json
-from bench.fits_report import failures, print_report
+from bench.markdown import Report, config_of, number, table
 from bench.no_values import add_option, go_on_without_values
-from bench.raw_copies import RawCopies
 from streamer.backends.base import Lane
 from streamer.backends.ranks import Ranks
 from streamer.cli.build import build_model
@@ -44,6 +43,27 @@ from streamer.cli.loop import Loop, load_text
 from streamer.engine.handle import wrapped
 from streamer.engine.paging.executor import Executor
 from streamer.model.options import parse_bytes
+
+
+def failures(report: Mapping[str, Any]) -> list[str]:
+    """What did not hold, in words."""
+    found, limits = report["within_limits"], report["limits"]
+    failed = []
+    first, last = found["validation_loss"]
+    # what stands in for a GPU has no losses
+    if report.get("has_values", True) and not last < first:
+        failed.append(f"the validation loss did not fall: {first:.3f}, then {last:.3f}")
+    if limits["host_bytes"] is not None and found["host_bytes_peak"] > limits["host_bytes"]:
+        failed.append(
+            f"{found['host_bytes_peak']} bytes of host memory were taken, not {limits['host_bytes']}"
+        )
+    device = found["device_bytes_reserved_peak"] or found["device_bytes_peak"]
+    if limits["device_bytes"] is not None and device > limits["device_bytes"]:
+        failed.append(f"{device} bytes of the device were taken, not {limits['device_bytes']}")
+    if found["device_allocations_after_second_step"]:
+        failed.append(f"{found['device_allocations_after_second_step']} allocations after the second step")
+    return failed
+
 
 WARMUP, MEASURED = 1, 2
 
@@ -174,6 +194,36 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def report_table(report: Report) -> list[str]:
+    found = report["within_limits"]
+    first, last = found["validation_loss"]
+    device = found["device_bytes_reserved_peak"] or found["device_bytes_peak"]
+    rows = [[f"{found['tokens_per_step']:,}", f"{found['tokens_per_second']:,.0f}", "", "", ""]]
+    for row in report["with_batch"]:
+        if "skipped" in row:
+            rows.append([f"{row['tokens_per_step']:,}", row["skipped"], "", "", ""])
+            continue
+        rows.append(
+            [
+                f"{row['tokens_per_step']:,}",
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['flops_per_second'] / 1e12:.1f}",
+                f"{row['exposed_transfer_of_step']:.1%}",
+                f"{row['h2d_of_raw']:.2f}",
+            ]
+        )
+    heads = ["tokens a step", "tokens/s", "TFLOP/s", "waiting for copies", "H2D of a raw copy"]
+    return [
+        f"{config_of(report)}, {report['parameters']:,} parameters, built in "
+        f"{report['build_seconds']:.0f} s; at most {device / (1 << 30):.2f} GiB of the device and "
+        f"{found['host_bytes_peak'] / (1 << 30):.1f} GiB of host memory; validation loss "
+        f"{number(first, '.3f')} to {number(last, '.3f')} in {len(found['losses'])} steps."
+        + "".join(f" FAILED: {failure}." for failure in report["failures"]),
+        "",
+        *table(heads, rows),
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.no_values:
@@ -212,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # of a time limit: what has been measured stands
         report["failures"].append(f"interrupted with {batch_size} sequences")
         write_json(options.json, report)
-    print_report(report)
+    print("\n".join(report_table(report)))
     wrapped(run.model).close()
     return 1 if report["failures"] else 0
 

@@ -40,6 +40,7 @@ import torch.nn.functional as F
 
 import streamer
 from bench.common import RESULTS, load_average, provenance, quartiles, write_json
+from bench.markdown import Report, spread, table
 from bench.no_values import add_option, go_on_without_values
 from models.gpt2 import GPT
 from streamer.engine.handle import wrapped
@@ -173,28 +174,6 @@ def summary(rounds: list[dict[str, Block]]) -> dict[str, Any]:
     }
 
 
-def print_table(found: Mapping[str, Any]) -> None:
-    def spread(row: Seconds, unit: float = 1e3) -> str:
-        lower, median, upper = (value * unit for value in row.values())
-        return f"{median:7.1f} ({lower:.1f}-{upper:.1f})"
-
-    print("milliseconds per step, median (quartiles) over rounds")
-    print(f"{'':8}{'step':>24}{'update busy':>24}{'compute waits for it':>24}{'compute busy':>24}")
-    for mode, row in found["modes"].items():
-        cells = (
-            row["seconds_per_step"],
-            row["host_busy_seconds"],
-            row["exposed_seconds"]["host"],
-            row["compute_busy_seconds"],
-        )
-        print(f"{mode:8}" + "".join(f"{spread(cell):>24}" for cell in cells))
-    for mode, row in found["minus_none_seconds"].items():
-        print(f"{mode} minus none: {spread(row).strip()} ms")
-    by_rounds = spread(found["hidden_by_rounds"], 100).strip()
-    print(f"hidden: {found['hidden'] * 100:.1f} % by the medians; round by round {by_rounds} %")
-    print(f"overlap by the trace: {spread(found['overlap'], 100).strip()} %")
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -213,6 +192,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=RESULTS / "hidden_update.json")
     add_option(parser)
     return parser.parse_args(arguments)
+
+
+def report_table(report: Report) -> list[str]:
+    rows = [
+        [
+            mode,
+            spread(row["seconds_per_step"], ".1f", 1e3),
+            spread(row["host_busy_seconds"], ".1f", 1e3),
+            spread(row["exposed_seconds"]["host"], ".1f", 1e3),
+        ]
+        for mode, row in report["modes"].items()
+    ]
+    return [
+        f"{report['parameters']:,} parameters; {report['hidden']:.0%} of what waiting costs was saved "
+        f"(round by round {spread(report['hidden_by_rounds'], '.0%')}).",
+        "",
+        *table(["updates", "step, ms", "update busy, ms", "compute waits for it, ms"], rows),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -248,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{what}, {options.batch_size} x {options.context} tokens on {device}; load before {load_before:.1f}"
     )
     print(f"a forward with nothing beside it takes {forward * 1e3:.1f} ms")
-    print_table(found)
+    print("\n".join(report_table(report)))
     write_json(options.json, report)
 
 

@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 import streamer
 from bench.common import RESULTS, load_average, provenance, quartiles, write_json
+from bench.markdown import Report, spread, table
 from bench.no_values import add_option, go_on_without_values
 from models.gpt2 import GPT
 
@@ -115,6 +116,30 @@ def measure(device: str, rounds: int, steps: int, *, is_updated: bool) -> dict[s
         add["ratio"] = [s / c for c, s in zip(add["checkpoint_adds"], add["streaming_adds"], strict=True)]
         found[clock] = {name: quartiles(values) for name, values in add.items()}
     return found
+
+
+def report_table(report: Report) -> list[str]:
+    rows = [
+        [
+            {"passes": "forward and backward", "step": "with the update"}[name],
+            {"wall": "wall clock", "cpu": "CPU of all threads"}[clock],
+            *(spread(row[column], ".0f") for column in ("plain", "checkpoint_adds", "streaming_adds")),
+            spread(row["ratio"], ".2f"),
+        ]
+        for name, clocks in report["tasks"].items()
+        for clock, row in clocks.items()
+    ]
+    heads = ["", "", "plain", "checkpoint adds", "streaming adds to that", "ratio of the last two"]
+    what = "Microseconds per layer and step, one thread."
+    if not report.get("has_values", True):
+        short = report.get("short_copies", "0")
+        copies = (
+            f"and which does copies of up to {short} bytes at once"
+            if short != "0"
+            else "and which wakes a thread for each copy"
+        )
+        what += f" Of the host alone: before a stand-in for a GPU, whose kernels compute nothing {copies}."
+    return [what, "", *table(heads, rows)]
 
 
 def main() -> None:

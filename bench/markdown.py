@@ -39,3 +39,9 @@ def share(part: float | None) -> str:
     if part is None or math.isnan(part):
         return ""
     return f"{part:.1%}" if part >= 0 else "none"
+
+
+def config_of(report: Report) -> str:
+    """The config that was run, and what was changed of it."""
+    file, changed = report["config"]["file"], report["config"]["set"]
+    return f"{file} ({', '.join(changed)})" if changed else str(file)

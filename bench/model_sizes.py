@@ -14,17 +14,72 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from bench.common import RESULTS, load_average, provenance, write_json
-from bench.model_sizes_table import sizes_table
+from bench.markdown import Report, table
 from streamer.backends.base import Lane
 from streamer.cli.config import Config, ConfigError, load_config
 from streamer.cli.plan.planning import RunPlan, plan_run
 from streamer.planner.machine import Machine, named_machine
+
+GIB = 1 << 30
+
+#: What binds, in words.
+BINDS = {
+    "compute": "compute",
+    "h2d": "copies to the GPU",
+    "d2h": "copies from the GPU",
+    "host": "the update",
+    "disk_read": "disk reads",
+    "disk_write": "disk writes",
+}
+
+
+def report_table(report: Report) -> list[str]:
+    """A row for each model, way of training, and machine."""
+    heads = ["", "trained", "GPU", "GPU GiB", "host GiB", "disk GiB", "tokens/s", "what binds"]
+    rows = []
+    for row in report["models"]:
+        way = f"LoRA, rank {row['lora_rank']}" if row["lora_rank"] else "in full"
+        for name, plan in row["plans"].items():
+            size = f"{report['machines'][name]['device_bytes'] / GIB:.0f} GiB ({name})"
+            rows.append([row["model"], way, size, *_cells(plan)])
+    return table(heads, rows)
+
+
+def _cells(plan: Mapping[str, Any]) -> list[str]:
+    if not plan["fits"]:
+        return ["does not fit", "", "", "", ""]
+    return [
+        f"{plan['device_needed'] / GIB:.1f}",
+        f"{plan['host_needed'] / GIB:.1f}",
+        f"{plan['on_disk'] / GIB:.0f}" if plan["on_disk"] else "",
+        f"{plan['tokens_per_second']:,.0f}",
+        BINDS[plan["binding_lane"]],
+    ]
+
+
+def readme_figure(report: Report) -> list[str]:
+    """What the project's README shows: models down, machines across."""
+    machines = report["machines"]
+    heads = ["", "", *(f"{name}, {sizes['device_bytes'] / GIB:.0f} GiB" for name, sizes in machines.items())]
+    rows = []
+    for row in report["models"]:
+        way = f"LoRA {row['lora_rank']}" if row["lora_rank"] else "full"
+        rows.append([row["model"], way, *(_cell(plan) for plan in row["plans"].values())])
+    return table(heads, rows)
+
+
+def _cell(plan: Mapping[str, Any]) -> str:
+    if not plan["fits"]:
+        return _cells(plan)[0]
+    device, host, disk, tokens, binds = _cells(plan)
+    return f"**{tokens}** tokens/s ({binds}); GPU {device}, host {host}" + (f", disk {disk}" if disk else "")
+
 
 MACHINES = ("laptop-8gb", "rtx-4090", "h100-pcie")
 SEQUENCES, CONTEXT = 16, 2048
@@ -167,7 +222,7 @@ def main() -> None:
         "models": rows,
     }
     write_json(arguments.json, report)
-    print("\n".join(sizes_table(report)))
+    print("\n".join(report_table(report)))
 
 
 if __name__ == "__main__":

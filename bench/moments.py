@@ -8,17 +8,8 @@ the same order, so that only the moments differ; fp32's spread over seeds is the
 
     fp32           both moments in fp32
     bf16, int8     streamer.AdamW(state_dtype=...): stochastic rounding; in 8 bits the second is a float
-    bf16-nearest   the second moment in bf16, rounded to nearest
-    int8-nearest   the codes of int8, rounded to nearest
-    int8-linear    both moments in evenly spaced 8-bit codes, to nearest
 
-The last three are there to show why the rounding of the two before them is as it is. The script rounds the
-fp32 state in place after each step, which is what storing it rounded would do: the update itself uses the new
-moments before they are rounded. beta2 is 0.999, where to nearest has most to lose: a second moment falls by
-at most a thousandth of itself in a step, and bf16 to nearest drops any change below 1/512 of it, so that it
-rises with large gradients and never falls again. In evenly spaced codes, a second moment below 1/510 of its
-block's largest becomes 0, and the next step there up to thirty times too large. For these three, percentiles
-over all elements tell how many times too large the second moment was at the end.
+beta2 is 0.999, where rounding has most to lose: a second moment falls by at most a thousandth in a step.
 
 Losses are in nats per byte on fixed validation crops. Differences to fp32 are taken seed by seed, and their
 mean is shown over what fp32's own seeds differ by: below 1, seeds matter more than how moments are kept.
@@ -34,20 +25,19 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import streamer
-from bench import roundings
 from bench.common import RESULTS, load_average, mean_and_std, provenance, write_json
+from bench.markdown import Report, table
 from models.gpt2 import GPT
 from streamer.cli.config import Config, ModelConfig, TrainConfig
 from streamer.cli.loop import Text, load_text
@@ -59,20 +49,11 @@ WARMUP, MAX_NORM = 0.1, 1.0  # the part of the steps in which the rate rises; cl
 EVALUATIONS, VAL_CROPS, VAL_BATCH_SIZE = 12, 1024, 64
 
 
-class Variant(NamedTuple):
-    """How the moments are kept: by the optimizer as its ``options`` say, then rounded by ``rounding``."""
-
-    options: Mapping[str, Any] = {}
-    rounding: roundings.Rounding | None = None
-
-
-VARIANTS = {
-    "fp32": Variant(),
-    "bf16": Variant({"state_dtype": torch.bfloat16}),
-    "int8": Variant({"state_dtype": "int8"}),
-    "bf16-nearest": Variant(rounding=roundings.second_moment_to_bf16),
-    "int8-nearest": Variant(rounding=roundings.to_float_codes),
-    "int8-linear": Variant(rounding=roundings.to_linear_codes),
+#: Arguments of AdamW.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"state_dtype": torch.bfloat16},
+    "int8": {"state_dtype": "int8"},
 }
 
 
@@ -84,7 +65,6 @@ class Run:
     seed: int
     losses: dict[int, float]
     skipped_steps: int
-    second_moment_ratios: dict[str, float]
     seconds: float
 
     @property
@@ -126,9 +106,7 @@ def train(variant: str, seed: int, steps: int, threads: int) -> Run:
         activations="keep",
         host_threads=threads,
     )
-    how = VARIANTS[variant]
-    optimizer = streamer.AdamW(model.parameters(), **OPTIMIZER, **how.options)
-    rounded = how.rounding and roundings.RoundedMoments(optimizer, how.rounding)
+    optimizer = streamer.AdamW(model.parameters(), **OPTIMIZER, **VARIANTS[variant])
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps))
     losses: dict[int, float] = {}
     evaluate_every = math.ceil(steps / EVALUATIONS)
@@ -140,16 +118,12 @@ def train(variant: str, seed: int, steps: int, threads: int) -> Run:
             optimizer.step()
             optimizer.zero_grad()
             rates.step()
-            if rounded:
-                streamer.synchronize(model)
-                rounded.after_step()
             if step % evaluate_every == 0 or step == steps:
                 with torch.no_grad():
                     losses[step] = statistics.fmean(
                         loss_of(model, *batch[:2]).item() for batch in val_batches
                     )
-    skipped, ratios = streamer.stats(model).skipped_steps, rounded.second_moment_ratios() if rounded else {}
-    return Run(variant, seed, losses, skipped, ratios, time.perf_counter() - began)
+    return Run(variant, seed, losses, streamer.stats(model).skipped_steps, time.perf_counter() - began)
 
 
 def summary(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
@@ -169,23 +143,10 @@ def summary(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """``summary`` in Markdown."""
-    seeds = list(next(iter(rows.values()))["final"])
-    titles = ["moments", *(f"seed {seed}" for seed in seeds), "mean", "max - min", "std"]
-    lines = [[*titles, "minus fp32 (std)", "over fp32's max - min"], ["---"] * (len(titles) + 2)]
-    for variant, row in rows.items():
-        losses = [*row["final"].values(), row["mean"], row["max_minus_min"], row["std"]]
-        line = [variant, *(f"{loss:.4f}" for loss in losses)]
-        if "minus_fp32" in row:
-            line.append("{mean:+.4f} ({std:.4f})".format(**row["minus_fp32"]))
-            line.append(f"{row['over_spread']:.2f}")
-        lines.append(line)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def draw(runs: Sequence[Run], picture: Path, *, limit: float) -> None:
     """Losses by step, and where each seed ended; those above ``limit`` are beyond the axes, as numbers."""
+    from matplotlib.figure import Figure
+
     variants = list(dict.fromkeys(run.variant for run in runs))
     figure = Figure(figsize=(11, 3.4), layout="constrained")
     curves, ends = figure.subplots(1, 2)
@@ -210,6 +171,15 @@ def draw(runs: Sequence[Run], picture: Path, *, limit: float) -> None:
     figure.savefig(picture, dpi=130)
 
 
+def report_table(report: Report) -> list[str]:
+    rows = [
+        [name, f"{row['mean']:.4f}", f"{row['std']:.4f}", f"{row['over_spread']:.2f}"]
+        for name, row in report["variants"].items()
+    ]
+    heads = ["moments", "mean final loss", "standard deviation", "difference over the spread of fp32's seeds"]
+    return [f"{report['steps']} steps.", "", *table(heads, rows)]
+
+
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -226,8 +196,7 @@ def main() -> None:
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         for run in pool.map(train, *zip(*asked, strict=True)):
             runs.append(run)
-            ratios = "".join(f", {ratio:.2f} at {at}" for at, ratio in run.second_moment_ratios.items())
-            print(f"{run.variant} {run.seed}: {run.final:.4f} in {run.seconds:.0f} s{ratios}", flush=True)
+            print(f"{run.variant} {run.seed}: {run.final:.4f} in {run.seconds:.0f} s", flush=True)
     rows, alone = summary(runs), text().unigram_loss()
     report = {
         **provenance("bench/moments.py", load_before=load_before),
@@ -241,7 +210,7 @@ def main() -> None:
         "variants": rows,
         "runs": [vars(run) for run in runs],
     }
-    print(f"{table(rows)}\nbyte frequencies alone: {alone:.4f}")
+    print("\n".join(report_table(report)))
     write_json(options.json, report)
     draw(runs, options.json.with_suffix(".png"), limit=alone)
 

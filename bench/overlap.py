@@ -3,7 +3,8 @@
     python -m bench.overlap configs/gpt2-demo.toml                       # the GPU, or threads without one
     python -m bench.overlap configs/gpt2-demo.toml --backend virtual     # what an H200 should make of it
     python -m bench.overlap configs/gpt2-demo.toml --set model.args.n_embd=1024 \\
-        --set model.args.n_head=16 --set data.batch_size=2 --set optimizer.lr=1e-4 --compute-threads 1
+        --set model.args.n_head=16 --set train.per_device_train_batch_size=2 \\
+        --set train.learning_rate=1e-4 --compute-threads 1
 
 The last has layers wide enough for copies to be seen, and leaves one of two cores to them (a minute).
 
@@ -13,13 +14,13 @@ zero_grad. After the warm-up nothing stops the pipeline between steps: the trace
 into steps afterwards, at the root's forward. One step more is taken after those that are measured, so that
 the last one ends as the others do.
 
-A row for each layer: its weights on their way in for forward and for backward and its gradient's on their
-way out (milliseconds and GB/s of the median copy, and its rate over that of a raw copy of the same size, see
-`bench.raw_copies`), forward and backward, and what compute waited for before them, by lane. A dash is a copy
-that did not take place: the weights were in a slot still. Medians are over copies or steps; waiting and busy
-times are means per step, so that rows add up to totals. Beside the layers stand the root unit (all that is in
-no layer) and the caller, who waits for the last gradients to land when backward ends. Layers are what is
-traced on compute: embeddings, head, loss and Python are in what remains of the step, `other_seconds`.
+The JSON has for each layer: its weights on their way in for forward and for backward and its gradient's on
+their way out (milliseconds and GB/s of the median copy, and its rate over that of a raw copy of the same
+size, see `bench.by_layer`), forward and backward, and what compute waited for before them, by lane. A copy
+that did not take place (the weights were in a slot still) counts as none. Medians are over copies or steps;
+waiting and busy times are means per step, so that rows add up to totals. The root unit (all that is in no
+layer) and the caller, who waits for the last gradients when backward ends, have rows too. Layers are what
+is traced on compute: embeddings, head, loss and Python are in what remains of the step, `other_seconds`.
 
 On CUDA every span lies between two CUDA events. On the virtual backend, with meta tensors and the rates of
 ``--machine``, nothing is clipped, since that needs a value, and only what runs in layers takes compute time.
@@ -40,11 +41,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import streamer
-from bench.by_layer import CompleteTrace, place, rows, totals
+from bench.by_layer import (
+    CompleteTrace,
+    RawCopies,
+    place,
+    rows,
+    totals,
+)
 from bench.common import RESULTS, load_average, provenance, write_json
+from bench.markdown import Report, config_of, share, spread, table
 from bench.no_values import add_option, go_on_without_values
-from bench.overlap_table import print_report
-from bench.raw_copies import RawCopies
 from streamer.backends.base import Backend
 from streamer.backends.cuda import CudaBackend
 from streamer.backends.thread import ThreadBackend
@@ -169,6 +175,34 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def report_table(report: Report) -> list[str]:
+    totals = report["totals"]
+    rows = [
+        [
+            lane,
+            f"{totals['busy_seconds'][lane] * 1e3:.1f}",
+            f"{totals['exposed_seconds'][lane] * 1e3:.1f}",
+            share(totals["overlap"][lane]),
+        ]
+        for lane in ("h2d", "d2h", "host")
+    ]
+    copies = [
+        f"{layer[purpose]['of_raw']:.2f}"
+        for layer in report["layers"][len(report["layers"]) // 2 :][:1]
+        for purpose in ("weights_for_forward", "weights_for_backward", "gradient")
+        if "of_raw" in layer[purpose]
+    ]
+    return [
+        f"{config_of(report)}, {report['parameters']:,} parameters, "
+        f"{report['tokens_per_step']:,} tokens a step on the backend {report['backend']}: "
+        f"{spread(totals['step_seconds'], '.1f', 1e3)} ms a step, of which compute "
+        f"waits for copies {totals['exposed_transfer_of_step']:.1%}; a layer's copies run at "
+        f"{', '.join(copies)} of a raw copy's rate.",
+        "",
+        *table(["lane", "busy, ms", "exposed, ms", "overlap"], rows),
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     if options.no_values:
@@ -193,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "config": {"file": str(options.config), "set": options.overrides} | asdict(config),
             **found,
         }
-        print_report(report)
+        print("\n".join(report_table(report)))
         write_json(options.json, report)
         draw_one_step(trace, options.png)
 

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 import streamer
 from bench.common import RESULTS, load_average, provenance, quartiles, write_json
+from bench.markdown import Report, spread, table
 from models.gpt2 import GPT
 from streamer.backends.base import Backend, Lane
 from streamer.backends.thread import ThreadBackend
@@ -34,6 +35,29 @@ from streamer.cli.calibrate.measure import Found, Measurements, add
 from streamer.engine.handle import wrapped
 from streamer.planner.machine import Machine
 from streamer.planner.step import Prediction, predict_step
+
+
+def report_table(report: Report) -> list[str]:
+    rows = [
+        [
+            f"{name}: {row['shape']['n_layer']} layers of {row['shape']['n_embd']}, "
+            f"{row['shape']['batch_size']} x {row['shape']['context']} tokens",
+            f"{row['predicted_seconds'] * 1e3:.0f}",
+            spread(row["measured_seconds"], ".0f", 1e3),
+            f"{row['ratio']:.2f}",
+            spread(row["ratio_by_rounds"]),
+        ]
+        for name, row in report["models"].items()
+    ]
+    heads = ["GPT-2", "predicted, ms", "measured, ms", "predicted over measured", "by rounds"]
+    machine = report["machine"]
+    return [
+        f"A step, fp32, on the thread backend of {machine['name']}, predicted from what "
+        "`streamer calibrate` measures.",
+        "",
+        *table(heads, rows),
+    ]
+
 
 VOCAB_SIZE = 256
 

@@ -8,15 +8,45 @@ Nothing is measured: peaks and sizes are those of data sheets (`streamer.planner
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bench.common import RESULTS, load_average, provenance, write_json
-from bench.plans_table import plans_table
+from bench.markdown import Report, table
 from streamer.cli.config import Config, load_config
 from streamer.cli.plan.planning import RunPlan, plan_run
 from streamer.cli.plan.variants import find_remedies
 from streamer.planner.machine import MACHINES, named_machine
+
+GIB = 1 << 30
+
+
+def report_table(report: Report) -> list[str]:
+    heads = ["", "slots", "device GiB", "host GiB", "step s", "tokens/s", "binds", "fits"]
+    rows = []
+    for name, plan in report["machines"].items():
+        rows.append([name, *_cells(plan), "yes" if plan["fits"] else "no"])
+        if (remedied := plan["mend"]) is not None:
+            changes = ", ".join(f"`{key}` {value}" for key, value in remedied["changes"].items())
+            rows.append([f"{name} with {changes}", *_cells(remedied), "yes"])
+    return [
+        f"`{report['config']}` on machines by name, at the peaks of their data sheets (needed / there).",
+        "",
+        *table(heads, rows),
+    ]
+
+
+def _cells(plan: Mapping[str, Any]) -> list[str]:
+    return [
+        str(plan["num_slots"]),
+        f"{plan['device_needed'] / GIB:.1f} / {plan['device_bytes'] / GIB:.0f}",
+        f"{plan['host_needed'] / GIB:.1f} / {plan['host_bytes'] / GIB:.0f}",
+        f"{plan['seconds']:.2f}",
+        f"{plan['tokens_per_second']:,.0f}",
+        plan["binding_lane"],
+    ]
+
 
 CONFIG = Path(__file__).parent.parent / "configs" / "gpt2-10b.toml"
 
@@ -61,7 +91,7 @@ def main() -> None:
         "machines": {name: row(config, name) for name in MACHINES},
     }
     write_json(arguments.json, report)
-    print("\n".join(plans_table(report)))
+    print("\n".join(report_table(report)))
 
 
 if __name__ == "__main__":

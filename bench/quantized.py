@@ -16,18 +16,21 @@ from typing import Any
 
 from bench.common import RESULTS, load_average, provenance, write_json
 from bench.markdown import Report, table
-from bench.model_sizes import CONTEXT, MODELS, SEQUENCES, best
-from bench.model_sizes_table import BINDS, GIB
+from bench.model_sizes import BINDS, CONTEXT, GIB, MODELS, SEQUENCES, best
 from streamer.planner.machine import named_machine
 
 MODEL, MACHINE, RANK = "Llama 3 70B", "rtx-4090", 16
 KINDS = {"none": "bf16", "int8": "int8", "nf4": "nf4"}
 
 
-def quantized_table(report: Report) -> list[str]:
+def report_table(report: Report) -> list[str]:
     """A row for each kind of base."""
     heads = ["base", "GPU GiB", "host GiB", "disk GiB", "to the GPU a step, GiB", "tokens/s", "what binds"]
     return table(heads, [_cells(kind, plan) for kind, plan in report["plans"].items()])
+
+
+#: The project's README has the whole table.
+readme_figure = report_table
 
 
 def _cells(kind: str, plan: Mapping[str, Any]) -> list[str]:
@@ -66,7 +69,7 @@ def main() -> None:
         "plans": plans,
     }
     write_json(arguments.json, report)
-    print("\n".join(quantized_table(report)))
+    print("\n".join(report_table(report)))
 
 
 if __name__ == "__main__":

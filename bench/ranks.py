@@ -41,6 +41,7 @@ from torch import multiprocessing
 
 import streamer
 from bench.common import RESULTS, load_average, provenance, quartiles, write_json
+from bench.markdown import Report, spread, table
 from models.gpt2 import GPT
 from streamer.backends.base import Lane
 from streamer.cli.config import load_config, with_keys
@@ -167,6 +168,40 @@ def run(rank: int, store: str, rounds: int, steps: int, answers: Any) -> None:
         answers.put((rates, missing))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def report_table(report: Report) -> list[str]:
+    names = {
+        "one": "streamed by one process",
+        "two": "streamed by two",
+        "gathered": "streamed by two, `gather_weights=True`",
+        "DDP": "DistributedDataParallel, two",
+        "FSDP2": "FSDP2 with CPU offload, two",
+    }
+    rows = [
+        [names[way], spread(row["tokens_per_second"], ",.0f"), spread(row["two_ranks_by_it"], ".2f")]
+        for way, row in report["tasks"].items()
+    ]
+    lines = table(["one thread each", "tokens/s", "two streamed ranks by it"], rows)
+    lines += [f"\n{names[way]}: left out ({why})" for way, why in report["left_out"].items()]
+    planned = [
+        [
+            f"{row['gpus']} x {row['machine']}, {row['interconnect']}{', gathered' * row['gather_weights']}",
+            f"{row['tokens_of_a_gpu']:,}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['of_linear']:.1%}",
+            row["binding_lane"],
+        ]
+        for row in report["on_paper"]
+    ]
+    heads = [
+        "10 billion parameters, on paper",
+        "tokens of a GPU",
+        "tokens/s",
+        "of as many times one",
+        "binds",
+    ]
+    return [*lines, "", *table(heads, planned)]
 
 
 def main() -> None:

@@ -15,21 +15,15 @@ import re
 import sys
 import textwrap
 from collections.abc import Collection, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from bench.architectures_report import architectures_figure
 from bench.common import RESULTS
-from bench.disk_table import disk_figure
-from bench.model_sizes_table import sizes_figure
-from bench.quantized import quantized_table
-from bench.report_tables import TABLES, adam_table, gpu_figures
-from bench.tokens_report import tokens_figure
+from bench.markdown import Report
 
 README = RESULTS.parent.parent / "README.md"
 GPU = "gpu"
-
-Report = Mapping[str, Any]
 
 
 def load(folder: Path) -> dict[str, Report]:
@@ -50,7 +44,7 @@ def results_readme(reports: Mapping[str, Report], pictures: Collection[str]) -> 
     """A section for each of ``reports``, by file name, with its picture if it is one of ``pictures``."""
     lines = ["# Results", "", "Written by `python -m bench.report` from the JSON beside it.", ""]
     for name, report in reports.items():
-        lines += [f"## [{name}]({name})", "", heading(report), "", *TABLES[report["script"]](report), ""]
+        lines += [f"## [{name}]({name})", "", heading(report), "", *table_of(report), ""]
         picture = name.removesuffix("json") + "png"
         if picture in pictures:
             lines += [f"![{picture}]({picture})", ""]
@@ -68,17 +62,43 @@ def heading(report: Report) -> str:
     return f"`{report['script']}`, {report['date'][:10]}: {'; '.join(parts)}."
 
 
+def script_of(report: Report) -> Any:
+    """The script that has measured it, which has its `report_table`."""
+    return import_module(report["script"].removesuffix(".py").replace("/", "."))
+
+
+def table_of(report: Report) -> list[str]:
+    """Its table in Markdown."""
+    lines: list[str] = script_of(report).report_table(report)
+    return lines
+
+
 def figures(reports: Mapping[str, Report]) -> dict[str, str]:
-    """What the project's README shows, by name."""
-    return {
-        "adam": "\n".join(adam_table(reports["adam.json"])),
-        "architectures": textwrap.fill(architectures_figure(reports["architectures.json"]), 105),
-        "disk": textwrap.fill(disk_figure(reports["disk_step.json"]), 105),
-        "sizes": "\n".join(sizes_figure(reports["model_sizes.json"])),
-        "quantized": "\n".join(quantized_table(reports["quantized.json"])),
-        "tokens": textwrap.fill(tokens_figure(reports), 105),
-        "gpu": "\n".join(gpu_figures({name: r for name, r in reports.items() if name.startswith(f"{GPU}/")})),
+    """The figures in the project's README, by name. A script's `readme_figure` is a table, or sentences."""
+    shown = {
+        "adam": "adam.json",
+        "architectures": "architectures.json",
+        "disk": "disk_step.json",
+        "sizes": "model_sizes.json",
+        "quantized": "quantized.json",
+        "tokens": "tokens_plain.json",
     }
+    found = {}
+    for name, file in shown.items():
+        figure = script_of(reports[file]).readme_figure(reports[file])
+        found[name] = textwrap.fill(figure, 105) if isinstance(figure, str) else "\n".join(figure)
+    return found | {"gpu": "\n".join(gpu_figures(reports))}
+
+
+def gpu_figures(reports: Mapping[str, Report]) -> list[str]:
+    """The results of `bench.fits` and `bench.versus` on GPUs, or that there are none yet."""
+    lines: list[str] = []
+    for name, report in reports.items():
+        if name.startswith(f"{GPU}/") and report["script"] in ("bench/fits.py", "bench/versus.py"):
+            link = f"[figures](bench/results/{name})"
+            gpu = report["hardware"].get("gpu", "no GPU")
+            lines += ["", f"{gpu}, `{report['script']}` ({link}):", "", *table_of(report)]
+    return lines[1:] or ["No GPU's figures are here yet: `bash bench/gpu.sh` measures them."]
 
 
 def fill(text: str, shown: Mapping[str, str]) -> str:

@@ -5,9 +5,8 @@
 Reads the Chrome trace that `streamer train` writes; needs matplotlib (the extra [plot]). The picture in the
 README is of layers wide enough for their copies to be seen:
 
-    streamer train configs/gpt2-demo.toml --set 'run.name="wide"' --set run.steps=6 \\
-        --set run.sample_tokens=0 --set model.args.n_embd=1024 --set model.args.n_head=16 \\
-        --set data.batch_size=2 --set optimizer.lr=1e-4 --set optimizer.warmup_steps=0
+    streamer train configs/gpt2-demo.toml --output runs/wide --steps 6 --set model.args.n_embd=1024 \\
+        --set model.args.n_head=16 --set train.per_device_train_batch_size=2 --set train.learning_rate=1e-4
     python bench/timeline.py runs/wide/trace.json bench/results/timeline.png
 """
 

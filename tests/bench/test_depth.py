@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import depth
-from bench.depth_report import Block, depth_figures, line_through, print_table, summary
+from bench.depth import Block, depth_figures, line_through, report_table, summary
 
 
 def test_a_straight_line() -> None:
@@ -53,19 +53,15 @@ def test_figures_of_a_depth() -> None:
 
 
 @pytest.mark.parametrize("owned", [{"weight slots": 60}, {"weight slots": 61}])
-def test_owned_bytes_that_differ_are_told(owned: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_owned_bytes_that_differ_are_told(owned: dict[str, int]) -> None:
     blocks = {
         2: [Block(1.0, {"weight slots": 60}, 100)] * 2,
         4: [Block(2.0, owned, 140)] * 2,
     }
     found = summary(blocks)
     assert found["owned_bytes_are_equal"] == (owned == {"weight slots": 60})
-    print_table(found)
-    output = capsys.readouterr().out
-    if found["owned_bytes_are_equal"]:
-        assert "owned: the same at every depth, 60 bytes" in output
-    else:
-        assert "owned: DIFFERS, with 4 layers {'weight slots': 61}" in output
+    told = report_table(found)[0]
+    assert ("NOT the same at every depth" in told) != found["owned_bytes_are_equal"]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda_api)])

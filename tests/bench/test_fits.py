@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import fits, fits_report
-from bench.report_tables import TABLES
+from bench import fits
 
 TINY = """
 [model]
@@ -58,7 +57,7 @@ def test_a_config_that_fits_and_larger_batches(config: Path, tmp_path: Path) -> 
     owned = sum(found["device_bytes"].values())
     assert found["device_bytes_peak"] == owned + 3 * 4 * 16 * 16 * 4
     assert [row["tokens_per_step"] for row in report["with_batch"]] == [8 * 16, 16 * 16]
-    text = "\n".join(TABLES[report["script"]](report))
+    text = "\n".join(fits.report_table(report))
     assert text.startswith(f"{config} (train.warmup_steps=2), ")
     assert f"validation loss {found['validation_loss'][0]:.3f} to" in text
     assert text.count("\n| ") == 2 + 3
@@ -157,11 +156,11 @@ def report(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_failures(changes: dict[str, Any], failure: str | None) -> None:
-    found = fits_report.failures(report(**changes))
+    found = fits.failures(report(**changes))
     assert len(found) == (0 if failure is None else 1)
     assert failure is None or found[0].startswith(failure)
 
 
 def test_what_stands_in_for_a_gpu_has_no_losses_to_fall() -> None:
     without = report(validation_loss=[0.0, 0.0], host_bytes_peak=101) | {"has_values": False}
-    assert fits_report.failures(without) == ["101 bytes of host memory were taken, not 100"]
+    assert fits.failures(without) == ["101 bytes of host memory were taken, not 100"]

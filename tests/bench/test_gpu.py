@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import depth, fits, hidden_update, overlap, tokens_bus, tokens_per_transfer, versus
-from bench.versus_contenders import contenders
-from bench.versus_task import Task
+from bench import depth, fits, hidden_update, overlap, tokens_per_transfer, versus
+from bench.versus_contenders import Task, contenders
 from streamer.cli.config import Config, load_config
 
 ROOT = Path(__file__).parents[2]
@@ -162,7 +161,7 @@ def test_every_part_takes_the_arguments_that_it_gets(
         groups = versus.chosen(beside, list(contenders(task, num_slots=beside.slots)))
         assert [len(group) for group in groups] == [4, 4]
         by_tokens = tokens_per_transfer.parse(given.pop("bench.tokens_per_transfer"))
-        assert len(tokens_bus.builders(task, by_tokens, None)) == 2 + 5
+        assert len(tokens_per_transfer.builders(task, by_tokens, None)) == 2 + 5
     by_depth, hidden = (
         module.parse(given.pop(f"bench.{module.__name__.removeprefix('bench.')}"))
         for module in (depth, hidden_update)

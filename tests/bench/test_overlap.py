@@ -22,14 +22,13 @@ from bench.by_layer import (
     UNUSED,
     CompleteTrace,
     Placed,
+    RawCopies,
     place,
     rows,
     step_seconds,
     totals,
 )
 from bench.markdown import share
-from bench.overlap_table import COLUMNS, figure, table
-from bench.raw_copies import RawCopies
 from streamer.backends.base import Backend, Lane, Span
 from streamer.backends.thread import ThreadBackend
 from streamer.backends.virtual import VirtualBackend
@@ -282,43 +281,6 @@ def test_raw_copies_of_threads_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     backend.close()
 
 
-def test_figures_in_a_table() -> None:
-    values = [None, math.nan, 0.0, 2e-5, 0.0123, 1.234, 12.34, 1234.5, 2e6]
-    assert [figure(value) for value in values] == [
-        "-",
-        "-",
-        "0",
-        "2e-05",
-        "0.012",
-        "1.23",
-        "12.3",
-        "1234",
-        "2e+06",
-    ]
-
-
-def test_many_layers_are_summed_up() -> None:
-    found = rows(stack(), MEASURED, raw_on_round)
-    first, second, third = found["layers"]
-    assert [line.split()[0] for line in table(found)[2:]] == ["0", "1", "2", "root", "caller"]
-    many = {**found, "layers": [{**second, "unit": unit} for unit in range(20)] + [{**first, "unit": 20}]}
-    lines = table(many)[2:]
-    names = ["0", "1", "2", "...", "18", "19", "20", "median", "worst", "root", "caller"]
-    assert [line.split()[0] for line in lines] == names
-    by_name = {line.split()[0]: line.split()[1:] for line in lines if line != "..."}
-    headers = [f"{column.group} {column.header}" for column in COLUMNS]
-    waited = headers.index("ms waited for host")
-    assert by_name["1"][headers.index("for backward ms")] == "-"
-    # what has no copy is not counted as a fast one, and what waits is the exception
-    assert by_name["median"][headers.index("for backward ms")] == figure(IN * 1e3)
-    assert by_name["median"][waited] == "0"
-    assert by_name["worst"][waited] == figure(UPDATE * 1e3)
-    slow = {**second, FOR_FORWARD: {**second[FOR_FORWARD], "bytes_per_second": 1e9, "of_raw": 0.125}}
-    worst = table({**many, "layers": [*many["layers"], slow]})[-3].split()[1:]
-    assert worst[headers.index("for forward /raw")] == "0.125"
-    assert worst[headers.index("for forward GB/s")] == figure(2e-9)
-
-
 def run_main(folder: Path, *arguments: str) -> dict[str, Any]:
     report, picture, trace = (folder / name for name in ("overlap.json", "overlap.png", "trace.json"))
     overrides = [word for override in TINY for word in ("--set", override)]
@@ -347,7 +309,7 @@ def test_a_run(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     if backend == "virtual":
         assert [row[FOR_FORWARD]["of_raw"] for row in found["layers"]] == pytest.approx([1, 1, 1])
     assert (tmp_path / "overlap.png").read_bytes().startswith(b"\x89PNG")
-    assert "raw copy of 0.20 MB" in capsys.readouterr().out
+    assert "of a raw copy's rate" in capsys.readouterr().out
 
 
 def test_without_matplotlib_there_is_no_picture_and_all_the_rest(

@@ -11,7 +11,7 @@ import pytest
 
 from bench import report
 from bench.common import quartiles as quartiles_of
-from bench.report_tables import versus
+from bench.versus import report_table
 
 
 def test_the_readmes_are_what_the_json_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,7 +25,8 @@ def test_a_readme_that_is_out_of_date_is_named_and_written(
     results.mkdir()
     adam = json.loads((report.RESULTS / "adam.json").read_text())
     (results / "adam.json").write_text(json.dumps(adam))
-    for name in ("architectures.json", "disk_step.json", "model_sizes.json", "quantized.json"):
+    names = ("architectures", "disk_step", "model_sizes", "quantized", "tokens_plain")
+    for name in (f"{each}.json" for each in names):
         shutil.copy(report.RESULTS / name, results)
     readme = tmp_path / "README.md"
     marks = "<!-- figures: {} -->\nold\n<!-- end of figures -->\n"
@@ -75,7 +76,7 @@ def test_what_is_no_number_has_a_cell_all_the_same() -> None:
         "host_bytes": {"resident": 1 << 30},
         "loss": {"before": 5.0, "after": None},
     }
-    lines = versus({"parameters": 1, "tokens_per_step": 1, "groups": [{"streamer-2": row}]})
+    lines = report_table({"parameters": 1, "tokens_per_step": 1, "groups": [{"streamer-2": row}]})
     assert lines[-1].endswith("| 2 (1 to 3) | no number |  | 1.00 | 1.00 | 5.000 to no number |")
 
 

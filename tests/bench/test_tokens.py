@@ -1,9 +1,8 @@
-"""`bench.tokens_per_transfer`: all of its parts in small, and steps that are timed anew for any machine."""
+"""`bench.tokens_per_transfer`: all of its parts in small, on this machine and on a slow bus."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,18 @@ import pytest
 import torch
 
 import streamer
-from bench import tokens_bus, tokens_per_transfer
-from bench.replay import UNIT, Recording, replay
-from bench.report_tables import TABLES
-from bench.tokens_plain import PLANS
-from bench.tokens_report import best_that_fits, curves, tokens_figure
-from bench.tokens_variants import BASELINE, Streamed, Variant, plain_bytes, variants
-from bench.versus_contenders import Plain
-from bench.versus_task import Task
-from models.gpt2 import GPT
-from streamer.backends.virtual import VirtualBackend
-from streamer.engine.handle import wrapped
-from streamer.planner.machine import RTX_4090, RTX_4090_PCIE_3
-from streamer.planner.step import predict_step
+from bench import tokens_per_transfer
+from bench.tokens_per_transfer import (
+    PLANS,
+    Streamed,
+    Variant,
+    curves,
+    plain_bytes,
+    readme_figure,
+    report_table,
+    variants,
+)
+from bench.versus_contenders import Plain, Task
 
 SIZES = {"n_layer": 4, "n_head": 2, "n_embd": 16, "vocab_size": 32, "block_size": 128}
 SMALL = ["--n-layer", "4", "--n-head", "2", "--n-embd", "16", "--vocab-size", "32", "--context", "16"]
@@ -45,12 +43,12 @@ def task(exits: object = None, **sizes: int) -> Task:
 def test_plain_beside_streamed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PLANS, 256, (2, 2, 1, 0.5))
     report = run(tmp_path, "plain", *SMALL, "--tokens", "256")
-    text = "\n".join(TABLES["bench/tokens_per_transfer.py"](report))
+    text = "\n".join(report_table(report))
     assert [group["tokens_per_step"] for group in report["groups"]] == [256]
     for group in report["groups"]:
         assert group["contenders"]["streamed"]["refused"] is None, group["contenders"]["streamed"]
         assert f"| {group['tokens_per_step']:,} | " in text
-    figure = tokens_figure({"tokens_plain.json": report})
+    figure = readme_figure(report)
     assert "at these shares of plain PyTorch's tokens per second" in figure
 
 
@@ -65,7 +63,7 @@ def test_what_was_measured_before_an_interrupt_is_written(
             raise KeyboardInterrupt
         return {}, {"whole batch": "too slow"}
 
-    monkeypatch.setattr(tokens_bus, "measure", once)
+    monkeypatch.setattr(tokens_per_transfer, "measure", once)
     path = tmp_path / "found.json"
     few = ["--batch-sizes", "4", "8", "--gb-per-second", "1"]
     with pytest.raises(KeyboardInterrupt):
@@ -103,7 +101,7 @@ def test_all_ways_on_a_slow_bus_once(tmp_path: Path) -> None:
     assert list(group["contenders"]) == ["plain-fp32", "as fast as memory", *NAMES]
     for name, row in group["contenders"].items():
         assert row.get("refused") is None and "skipped" not in row, (name, row)
-    text = "\n".join(TABLES["bench/tokens_per_transfer.py"](report))
+    text = "\n".join(report_table(report))
     assert "| 0.1 GB/s each way | 128 |" in text
     assert sorted(curves(report)["0.1 GB/s each way"]) == sorted(group["contenders"])
 
@@ -125,70 +123,9 @@ def test_every_way_has_the_gradients_of_the_whole_batch(name: str) -> None:
     streamer.unwrap(contender.model)
 
 
-def test_a_step_timed_anew_is_the_step_that_the_machine_would_predict() -> None:
-    def step_of(machine: object) -> tuple[object, object]:
-        with torch.device("meta"):
-            model = GPT(**SIZES)
-        backend = VirtualBackend(machine)
-        streamer.wrap(model, layers="transformer.h", backend=backend)
-        optimizer = streamer.AdamW(model.parameters())
-        tokens = torch.zeros(8, 16, dtype=torch.long, device="meta")
-
-        def step() -> None:
-            torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return wrapped(model).executor, step
-
-    executor, step = step_of(UNIT)
-    recording = executor.issuer.trace = Recording()
-    with executor.backend.counting_caller():
-        step()
-        first = len(recording.work)
-        step()
-    for machine in (RTX_4090, RTX_4090_PCIE_3):
-        # products are all that takes compute's time in what is timed anew
-        nothing_else = {"device_bytes_per_second": None, "seconds_per_op": 0.0, "seconds_per_visit": 0.0}
-        products = replace(machine, fp32_flops_per_second=None, **nothing_else)
-        expected = predict_step(*step_of(products), warmup=1)
-        times = replay(recording.work, first, machine)
-        assert times.seconds == pytest.approx(expected.seconds, rel=1e-6)
-        assert times.busy_seconds == pytest.approx(expected.busy_seconds, rel=1e-6)
-
-
-def test_machines_once(tmp_path: Path) -> None:
-    sizes = {"n_layer": 4, "n_embd": 64, "vocab_size": 256, "block_size": 128}
-    small = {f"model.args.{name}": size for name, size in sizes.items()} | {"train.max_length": 128}
-    sets = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
-    names = [BASELINE, "3 slots", "accumulation", "micro-batches", "offload", "all that saves"]
-    few = ["--batch-sizes", "4", "--micro", "2", "--slots", "3", "--only", *names]
-    report = run(tmp_path, "machines", *sets, *few)
-    assert [row["variant"] for row in report["rows"]] == names
-    rows = {row["variant"]: row for row in report["rows"]}
-    for row in report["rows"]:
-        for on in row["on"].values():
-            assert 0 < on["of_ceiling"] <= 1
-            assert on["tokens_per_second"] == pytest.approx(on["of_ceiling"] * on["ceiling"])
-    # weights cross the bus twice for each part of the batch, or twice for all
-    h2d = {name: rows[name]["on"]["RTX 4090"]["busy_seconds"]["h2d"] for name in names}
-    assert h2d["accumulation"] > 1.5 * h2d[BASELINE] == 1.5 * h2d["micro-batches"]
-    assert h2d["3 slots"] < h2d[BASELINE] <= h2d["offload"]
-    device, host = (
-        {name: sum(rows[name][where].values()) for name in names} for where in ("device_bytes", "host_bytes")
-    )
-    assert device["all that saves"] < device["micro-batches"] < device[BASELINE]
-    assert host["offload"] > host[BASELINE] == host["micro-batches"]
-    text = "\n".join(TABLES["bench/tokens_per_transfer.py"](report))
-    assert "Most that fits on the RTX 4090: " in text
-    assert best_that_fits(report, "RTX 4090") is not None
-    assert "of the ceiling that its FLOPs set" in tokens_figure({"tokens_machines.json": report})
-
-
-@pytest.mark.parametrize("part", ["bus", "machines"])
-def test_a_variant_that_there_is_not_is_named(part: str) -> None:
+def test_a_variant_that_there_is_not_is_named() -> None:
     with pytest.raises(SystemExit, match=r"there is no nonsense here: choose among whole batch, "):
-        tokens_per_transfer.main([part, "--only", "nonsense"])
+        tokens_per_transfer.main(["bus", "--only", "nonsense"])
 
 
 def test_options_of_a_variant() -> None:

@@ -13,8 +13,14 @@ import torch
 from torch import nn
 
 import streamer
-from bench.least_bytes import Cycle, inference, least_bytes, training
-from bench.residency import moved_in_inference, moved_in_training
+from bench.residency import (
+    Cycle,
+    inference,
+    least_bytes,
+    moved_in_inference,
+    moved_in_training,
+    training,
+)
 from streamer.backends.base import Event, Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.backends.virtual import VirtualBackend
