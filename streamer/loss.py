@@ -1,11 +1,11 @@
-"""`chunked_cross_entropy`: the loss of a language model, of whose logits a chunk is there at a time.
+"""`chunked_cross_entropy`: the loss of a language model, whose logits are computed a chunk at a time.
 
 [Note: chunked loss]
-A chunk's logits, the gradient of its losses and what that adds to the gradients of hidden states and weight
-need nothing of other chunks, so for a mean or a sum all of it is done in the forward pass, where the logits
-are; backward multiplies by the gradient that comes in. Two cases wait for backward and make the logits again
-there: losses that are not reduced, of which each has an incoming gradient of its own, and fp16, where without
-the loss scale, which comes in with backward, the gradients of logits would round to zero.
+A chunk's logits, and its part of the gradients of hidden states and weight, need nothing of other chunks. So
+for a mean or a sum the forward pass computes the gradients too, and backward multiplies them by the incoming
+gradient. Two cases wait for backward and compute the logits again there: losses that are not reduced, which
+have an incoming gradient each, and fp16, where gradients of logits would round to zero without the loss
+scale, which comes in with backward.
 """
 
 from __future__ import annotations
@@ -17,18 +17,93 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad
 
 from streamer.engine.guard import never_traced
 from streamer.engine.handle import home_of
 from streamer.engine.layer.collector import graph_is_retained
 from streamer.engine.schedule import op as ops
 from streamer.planner.cost import repeated
-from streamer.torch_private import in_forward_mode, in_transform, is_batched
 
-#: Of hidden states, weight and bias, in this order: whether a gradient is wanted, and the gradients.
-Wanted = Sequence[bool]
-Gradients = Sequence[torch.Tensor | None]
+#: One for hidden states, weight and bias each, in this order.
+Gradients = list[torch.Tensor | None]
+
+REDUCTIONS = ("mean", "sum", "none")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@never_traced  # Dynamo would unroll the loop, and knows no attributes of a wrapped model's parameters
+def chunked_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    chunk_size: int = 2048,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """The cross entropy of a head's output, without the logits of all tokens in memory at once.
+
+    The same as ``F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)`` over all tokens, with
+    PyTorch's meaning of ``ignore_index``, ``label_smoothing`` and ``reduction``: a mean over no targets is
+    NaN, with gradients of zero. With V words and C features it takes, in addition to inputs and results,
+
+    - ``chunk_size * V * b`` bytes while it runs: b is 4 in fp32, 6 in bf16 and fp16, 8 in fp64; with
+      ``softcap`` 8, and 16 in fp64;
+    - from forward to backward the gradients of ``hidden``, in its compute dtype, and of ``weight``,
+      ``V * C * 4`` bytes (8 in fp64), and in bf16 and fp16 half as many more while a chunk is added. In fp16
+      and with ``reduction="none"`` both are computed in backward, with the logits again [Note: chunked loss];
+    - under autocast a copy of ``weight`` in its dtype, while it runs.
+
+    Args:
+        hidden: [..., C], floating point: the input of the head.
+        weight: [V, C], such as ``model.lm_head.weight``. May be a parameter of a wrapped model, whose update
+            is then waited for. Adapters on a head (peft) are not in its weight.
+        targets: int64 [...], each 0 .. V - 1 or ``ignore_index``.
+        bias: [V], or None.
+        chunk_size: tokens whose logits are in memory at a time. Fewer save memory, and cost time where adding
+            up the weight's gradient is no longer small compared with the products.
+        ignore_index: the target of tokens that count for nothing.
+        label_smoothing: from 0 to 1.
+        softcap: logits become ``softcap * tanh(logits / softcap)``, in the loss's dtype.
+        reduction: ``"mean"`` over the targets that are not ignored, ``"sum"``, or ``"none"``.
+
+    Returns:
+        A scalar, or with ``"none"`` the losses of the tokens, shaped as ``targets``: fp32, or fp64 of fp64.
+        Logits are of the inputs' dtype, or of autocast's. Gradients have the dtypes of the inputs.
+
+    Raises:
+        ValueError: for shapes, dtypes or options that do not fit.
+        IndexError: for a target that is out of range. On a GPU that is an assertion of the device, as with
+            `F.cross_entropy`.
+        RuntimeError: by backward with ``create_graph=True``, and, PyTorch's own, under transforms of
+            torch.func and in forward mode.
+    """
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size!r}: it must be an integer of 1 or more, in tokens")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing={label_smoothing!r} must be from 0 to 1")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap={softcap!r} must be above 0, or None for logits as they are")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r} is unknown: use one of {', '.join(map(repr, REDUCTIONS))}")
+    _check_shapes(hidden, weight, targets, bias)
+    dtype = _compute_dtype(hidden, weight, bias)
+    loss = Loss(dtype, chunk_size, ignore_index, label_smoothing, softcap, reduction)
+    for param in (weight, bias):
+        if param is not None:
+            _wait_for_update(param)
+    flat = targets.reshape(-1)
+    _check_range(flat, ignore_index, weight.shape[0])
+    inputs = hidden.reshape(-1, hidden.shape[-1]), weight, bias
+    wanted = [
+        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+        for tensor in (hidden, weight, bias)
+    ]
+    result: torch.Tensor = CrossEntropy.apply(loss, wanted, *inputs, flat)
+    return result.view(targets.shape) if reduction == "none" else result
 
 
 @dataclass(frozen=True)
@@ -44,16 +119,16 @@ class Loss:
 
     @property
     def exact(self) -> torch.dtype:
-        """What losses, and sums of gradients, are computed in."""
+        """The dtype of losses and of sums of gradients."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
     def waits_for_backward(self) -> bool:
-        """Whether gradients are made there. [Note: chunked loss]"""
+        """Whether backward computes the gradients. [Note: chunked loss]"""
         return self.reduction == "none" or self.dtype == torch.float16
 
     def factors(self, targets: torch.Tensor) -> torch.Tensor:
-        """What the tokens' losses are multiplied by in the result's gradient: [tokens]."""
+        """The factor of each token's loss in the result: [tokens]."""
         counted = (targets != self.ignore_index).to(self.exact)
         return counted / counted.sum().clamp(min=1) if self.reduction == "mean" else counted
 
@@ -67,7 +142,7 @@ class Loss:
         self, logits: torch.Tensor, targets: torch.Tensor, factors: torch.Tensor | None
     ) -> torch.Tensor:
         """The losses of a chunk, [tokens]. ``logits``, of the exact dtype, become their gradient if there are
-        ``factors``, [tokens], and are spoilt if there are none."""
+        ``factors``, [tokens], and are overwritten if there are none."""
         slope = None
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_()
@@ -93,58 +168,35 @@ class Loss:
         return losses
 
 
-class _Head:
-    """Hidden states [tokens, C], weight and bias in the dtype of the logits, and their gradients, of which
-    those ``wanted`` are added up."""
-
-    def __init__(
-        self,
-        loss: Loss,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        wanted: Wanted,
-    ) -> None:
-        self.hidden, self.weight = hidden.to(loss.dtype), weight.to(loss.dtype)
-        self.bias = None if bias is None else bias.to(loss.dtype)
-        self._of_hidden = torch.empty_like(self.hidden) if wanted[0] else None
-        self._of_weight = torch.zeros_like(weight, dtype=loss.exact) if wanted[1] else None
-        self._of_bias = torch.zeros_like(bias, dtype=loss.exact) if bias is not None and wanted[2] else None
-
-    @property
-    def gradients(self) -> Gradients:
-        return self._of_hidden, self._of_weight, self._of_bias
-
-    def logits(self, rows: slice) -> torch.Tensor:
-        return F.linear(self.hidden[rows], self.weight, self.bias)
-
-    def add(self, rows: slice, of_logits: torch.Tensor) -> None:
-        """Take a chunk's gradient of the logits."""
-        if self._of_bias is not None:
-            self._of_bias.add_(of_logits.sum(0))
-        of_logits = of_logits.to(self.hidden.dtype)
-        if self._of_hidden is not None:
-            torch.mm(of_logits, self.weight, out=self._of_hidden[rows])
-        if self._of_weight is None:
-            return
-        if self._of_weight.dtype == of_logits.dtype:
-            torch.addmm(self._of_weight, of_logits.t(), self.hidden[rows], out=self._of_weight)
-        else:
-            self._of_weight.add_(of_logits.t() @ self.hidden[rows])
-
-
 def _over_chunks(
-    loss: Loss, head: _Head, targets: torch.Tensor, factors: torch.Tensor | None
-) -> torch.Tensor:
-    """The losses of all tokens; with ``factors``, [tokens], the head's gradients of their weighted sum."""
+    loss: Loss,
+    inputs: Sequence[torch.Tensor | None],
+    targets: torch.Tensor,
+    factors: torch.Tensor | None = None,
+    wanted: Sequence[bool] = (False, False, False),
+) -> tuple[torch.Tensor, Gradients]:
+    """The losses of all tokens, and the ``wanted`` gradients of their sum with ``factors``, [tokens].
+    ``inputs`` are hidden states [tokens, C], weight and bias."""
+    hidden, weight, bias = (None if each is None else each.to(loss.dtype) for each in inputs)
+    assert hidden is not None and weight is not None
     losses = targets.new_empty(targets.shape, dtype=loss.exact)
+    of_hidden = torch.empty_like(hidden) if wanted[0] else None
+    of_weight = torch.zeros_like(weight, dtype=loss.exact) if wanted[1] else None
+    of_bias = torch.zeros_like(bias, dtype=loss.exact) if bias is not None and wanted[2] else None
 
     def take(start: int) -> None:
         rows = slice(start, start + loss.chunk_size)
-        logits = head.logits(rows).to(loss.exact)
+        logits = F.linear(hidden[rows], weight, bias).to(loss.exact)
         losses[rows] = loss.losses(logits, targets[rows], None if factors is None else factors[rows])
-        if factors is not None:
-            head.add(rows, logits)
+        if of_bias is not None:
+            of_bias.add_(logits.sum(0))
+        of_logits = logits if factors is None else logits.to(loss.dtype)
+        if of_hidden is not None:
+            torch.mm(of_logits, weight, out=of_hidden[rows])
+        if of_weight is not None and of_weight.dtype == of_logits.dtype:
+            torch.addmm(of_weight, of_logits.t(), hidden[rows], out=of_weight)
+        elif of_weight is not None:
+            of_weight.add_(of_logits.t() @ hidden[rows])
 
     starts = range(0, len(targets), loss.chunk_size)
     if targets.is_meta and len(starts) > 2:  # in a plan: all chunks but the last are as long as the first
@@ -153,7 +205,7 @@ def _over_chunks(
         starts = starts[-1:]
     for start in starts:
         take(start)
-    return losses
+    return losses, [of_hidden, of_weight, of_bias]
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -161,45 +213,46 @@ class CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         loss: Loss,
-        wanted: Wanted,
+        wanted: Sequence[bool],
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.loss, ctx.wanted = loss, wanted
-        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        at_once = any(wanted) and not loss.waits_for_backward
+        inputs = hidden, weight, bias
+        ctx.loss, ctx.wanted, ctx.dtypes = (
+            loss,
+            wanted,
+            [None if each is None else each.dtype for each in inputs],
+        )
         with _without_autocast(hidden.device):
-            head = _Head(loss, hidden, weight, bias, wanted if at_once else 3 * (False,))
-            losses = _over_chunks(loss, head, targets, loss.factors(targets) if at_once else None)
-        if at_once:
-            ctx.save_for_backward(*head.gradients)
-        elif any(wanted):
-            ctx.save_for_backward(hidden, weight, bias, targets)
+            if any(wanted) and not loss.waits_for_backward:
+                losses, gradients = _over_chunks(loss, inputs, targets, loss.factors(targets), wanted)
+                ctx.save_for_backward(*gradients)
+            else:
+                losses, _ = _over_chunks(loss, inputs, targets)
+                if any(wanted):
+                    ctx.save_for_backward(*inputs, targets)
         return loss.reduce(losses, targets)
 
     @staticmethod
     def backward(ctx: Any, incoming: torch.Tensor | None) -> Any:
         if incoming is None:
             return (None,) * 6
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # the gradients of forward would count as constants, without an error
             raise RuntimeError(
                 "create_graph=True: chunked_cross_entropy has no gradients of gradients: leave create_graph "
                 "out, or use torch.nn.functional.cross_entropy"
             )
-        if is_batched(incoming):
-            raise RuntimeError("chunked_cross_entropy takes no batched gradients (is_grads_batched=True)")
         loss: Loss = ctx.loss
         if loss.waits_for_backward:
-            hidden, weight, bias, targets = ctx.saved_tensors
-            with _without_autocast(hidden.device):
-                head = _Head(loss, hidden, weight, bias, ctx.wanted)
-                _over_chunks(loss, head, targets, loss.factors(targets) * incoming)
-            gradients: Gradients = head.gradients
+            *inputs, targets = ctx.saved_tensors
+            with _without_autocast(targets.device):
+                factors = loss.factors(targets) * incoming
+                _, gradients = _over_chunks(loss, inputs, targets, factors, ctx.wanted)
         else:
-            # in place where nobody will ask for them again
+            # in place where the graph goes, and with it these
             times = torch.Tensor.mul if graph_is_retained() else torch.Tensor.mul_
             gradients = [None if saved is None else times(saved, incoming) for saved in ctx.saved_tensors]
         pairs = zip(gradients, ctx.dtypes, strict=True)
@@ -210,83 +263,6 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[None]:
     if not torch.amp.is_autocast_available(device.type):  # the meta device
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
-
-
-REDUCTIONS = ("mean", "sum", "none")
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-@never_traced  # Dynamo would unroll the loop, and knows nothing of what a wrapped model's parameters have
-def chunked_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    chunk_size: int = 2048,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    reduction: str = "mean",
-) -> torch.Tensor:
-    """The cross entropy of logits that are never there all at once, in forward or in backward.
-
-    The same as ``F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)`` over all tokens, with
-    PyTorch's meaning of ``ignore_index``, ``label_smoothing`` and ``reduction``: a mean over no targets is
-    NaN, with gradients of zero.
-
-    Of V words and C features it takes, beside what it is given and returns,
-
-    - while it runs, for a chunk, ``chunk_size * V * b`` bytes: b is 4 in fp32, 6 in bf16 and fp16, 8 in fp64;
-      with ``softcap`` 8, and 16 in fp64;
-    - from forward to backward the gradients of what is trained: of ``hidden`` in its compute dtype, and of
-      ``weight`` ``V * C * 4`` bytes (8 in fp64), fp32 in which the chunks are added up; in bf16 and fp16
-      half as many more while a chunk is added, and when backward rounds them to the weight's dtype. In fp16
-      and with ``reduction="none"`` they are made in backward, which makes the logits again
-      [Note: chunked loss];
-    - under autocast a copy of ``weight`` in its dtype, while it runs.
-
-    Args:
-        hidden: [..., C], floating point; what the head is given.
-        weight: [V, C], such as ``model.lm_head.weight``. May be a parameter of a wrapped model, whose update
-            is then waited for. Adapters on a head (peft) are not in its weight.
-        targets: int64 [...], each 0 .. V - 1 or ``ignore_index``.
-        bias: [V], or None.
-        chunk_size: tokens whose logits are there at a time. Fewer save memory, and cost time where adding
-            up the weight's gradient is no longer small beside the products.
-        ignore_index: the target of tokens that count for nothing.
-        label_smoothing: from 0 to 1.
-        softcap: logits become ``softcap * tanh(logits / softcap)``, in the loss's dtype.
-        reduction: ``"mean"`` over the targets that are not ignored, ``"sum"``, or ``"none"``.
-
-    Returns:
-        A scalar, or with ``"none"`` the losses of the tokens, shaped as ``targets``: fp32, or fp64 of fp64.
-        Logits are of the inputs' dtype, or of autocast's. Gradients have the dtypes of the inputs.
-
-    Raises:
-        ValueError: for shapes, dtypes, devices or options that do not fit.
-        IndexError: for a target that is out of range. On a GPU that is an assertion of the device, as with
-            `F.cross_entropy`.
-        RuntimeError: under transforms of torch.func and forward-mode differentiation; by backward with
-            ``create_graph=True``.
-    """
-    _check_options(chunk_size, label_smoothing, softcap, reduction)
-    _check_shapes(hidden, weight, targets, bias)
-    _check_transforms(hidden, weight, bias)
-    dtype = _compute_dtype(hidden, weight, bias)
-    loss = Loss(dtype, chunk_size, ignore_index, label_smoothing, softcap, reduction)
-    for param in (weight, bias):
-        if param is not None:
-            _let_be_read(param)
-    flat = targets.reshape(-1)
-    _check_range(flat, ignore_index, weight.shape[0])
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    wanted = tuple(
-        torch.is_grad_enabled() and given is not None and given.requires_grad
-        for given in (hidden, weight, bias)
-    )
-    result: torch.Tensor = CrossEntropy.apply(loss, wanted, rows, weight, bias, flat)
-    return result.view(targets.shape) if reduction == "none" else result
 
 
 def _compute_dtype(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.dtype:
@@ -305,28 +281,17 @@ def _compute_dtype(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     return given[0]
 
 
-def _let_be_read(param: torch.Tensor) -> None:
-    """Let an update of ``param`` that is on its way arrive."""
+def _wait_for_update(param: torch.Tensor) -> None:
+    """Wait until an update of ``param`` that was queued is done."""
     home = home_of(param)
     if home is None or home.executor.released:
         return
     if home.unit is home.executor.root:
         if torch.is_grad_enabled():
-            home.unit.wanted()  # refuses what there is no room for
+            home.unit.wanted()  # refuses gradients that there is no room for
         home.executor.begin()
     else:
         home.executor.issuer.wait([ops.shard(home.unit.index)])
-
-
-def _check_options(chunk_size: int, label_smoothing: float, softcap: float | None, reduction: str) -> None:
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size!r}: it must be an integer of 1 or more, in tokens")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing={label_smoothing!r} must be from 0 to 1")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap!r} must be above 0, or None for logits as they are")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r} is unknown: use one of {', '.join(map(repr, REDUCTIONS))}")
 
 
 def _check_shapes(
@@ -337,20 +302,13 @@ def _check_shapes(
             f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}: they must be "
             "[..., C] and [V, C]"
         )
-    if targets.shape != hidden.shape[:-1]:
+    if targets.shape != hidden.shape[:-1] or targets.dtype != torch.int64:
         raise ValueError(
-            f"targets are {list(targets.shape)} and hidden {list(hidden.shape)}: there must be a target for "
-            f"each token, {list(hidden.shape[:-1])}"
+            f"targets are {targets.dtype} {list(targets.shape)} and hidden {list(hidden.shape)}: there must "
+            f"be a word's number in torch.int64 for each token, {list(hidden.shape[:-1])}"
         )
-    if targets.dtype != torch.int64:
-        raise ValueError(f"targets are of {targets.dtype}: give the words' numbers in torch.int64")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias is {list(bias.shape)}: it must be [{weight.shape[0]}], a value for each word")
-    devices = [str(given.device) for given in (hidden, weight, targets, bias) if given is not None]
-    if len(set(devices)) > 1:
-        raise ValueError(
-            f"hidden, weight, targets (and bias) are on {', '.join(devices)}: move them to one device"
-        )
 
 
 def _check_range(targets: torch.Tensor, ignore_index: int, words: int) -> None:
@@ -362,15 +320,4 @@ def _check_range(targets: torch.Tensor, ignore_index: int, words: int) -> None:
         raise IndexError(
             f"target {int(targets[wrong][0])} is outside of 0 .. {words - 1}, for which the weight has rows, "
             f"and not ignore_index={ignore_index}"
-        )
-
-
-def _check_transforms(*given: torch.Tensor | None) -> None:
-    dual = in_forward_mode() and any(
-        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in given
-    )
-    if dual or in_transform():
-        raise RuntimeError(
-            "transforms of torch.func and forward-mode differentiation do not go through "
-            "chunked_cross_entropy: use torch.nn.functional.cross_entropy"
         )
