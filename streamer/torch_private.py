@@ -1,8 +1,8 @@
-"""The functions of PyTorch that this library uses and PyTorch does not document, each with its reason.
+"""Names of PyTorch that this library uses and PyTorch does not document.
 
-Any release of PyTorch may change them. Where one is missing, importing the library raises an error of one
-line, which names a release that has all of them. tests/test_torch_private.py fails for one that behaves
-differently.
+Any release may change them. Where one is missing, `_find` raises an ImportError of one line that says what
+the library does by it; functions below say what happens where theirs are missing. Each has a test of its
+behaviour in tests/test_torch_private.py, which passes with releases 2.10 to 2.15.
 """
 
 from __future__ import annotations
@@ -27,68 +27,65 @@ T = TypeVar("T")
 
 
 def _find(path: str, why: str) -> Any:
-    """The attribute ``path`` of ``torch``, without which the library cannot do ``why``. Raises ImportError
-    where it is missing."""
+    """The attribute ``path`` of ``torch``. Raises ImportError, with ``why``, where it is missing."""
     found: Any = torch
     for name in path.split("."):
         found = getattr(found, name, None)
         if found is None:
             raise ImportError(
                 f"PyTorch {torch.__version__} has no torch.{path}, by which streamer {why}: "
-                "install torch==2.13.* or a newer one"
+                "install a release from 2.10 to 2.15"
             )
     return found
 
 
-#: Context managers: PyTorch's functions treat tensor subclasses as plain tensors inside of the first, and as
-#: subclasses again inside of the second.
+# tensor subclasses: `SubclassesOff` opens a block in which PyTorch takes them for plain tensors,
+# `SubclassesOn` one inside of it in which it does not
 SubclassesOff: Any = _find("_C.DisableTorchFunctionSubclass", "touches guarded parameters as plain ones")
 SubclassesOn: Any = _find("_C._EnableTorchFunction", "runs a layer as its user would")
 
-#: Whether `torch.jit.trace` is recording. `torch.jit.is_tracing` says so too, but is not exported.
-in_trace: Callable[[], bool] = _find("_C._is_tracing", "refuses to be recorded")
-
-#: The number of the backward that is running in this thread, -1 outside of a backward.
-backward_number: Callable[[], int] = _find("_C._current_graph_task_id", "tells one backward from another")
-
-#: Whether the backward that is running was told to keep its graph.
+# autograd: the number of the backward that runs in this thread (-1 outside of one), whether it keeps its
+# graph, whether it will execute a node (RuntimeError in `torch.autograd.grad`), a function for its end; a
+# way through a graph without the checks of `torch.autograd.backward`
+backward_number: Callable[[], int] = _find("_C._current_graph_task_id", "knows one backward from another")
 keeps_graph: Callable[[], bool] = _find("_C._autograd._get_current_graph_task_keep_graph", "frees graphs")
-
-#: Whether the backward that is running will execute a node; raises RuntimeError in `torch.autograd.grad`.
-comes_to: Callable[[Node], bool] = _find("_C._will_engine_execute_node", "knows whose gradients to make")
-
-#: Has autograd call a function at the end of the backward that is running.
+comes_to: Callable[[Node], bool] = _find("_C._will_engine_execute_node", "knows which gradients to make")
 when_backward_ends: Callable[[Callable[[], None]], None] = _find(
     "autograd.Variable._execution_engine.queue_callback", "waits for gradients where backward ends"
 )
-
-#: Take off the hooks for saved tensors that were set last; set others (pack, unpack).
-pop_saved_hooks: Callable[[], None] = _find(
-    "_C._autograd._pop_saved_tensors_default_hooks", "saves past a checkpoint"
-)
-push_saved_hooks: Callable[[Callable[..., Any], Callable[..., Any]], None] = _find(
-    "_C._autograd._push_saved_tensors_default_hooks", "saves past a checkpoint"
-)
-
-#: Goes back through a graph. `torch.autograd.backward` does too, once it has looked through the gradients.
 run_backward: Callable[..., Any] = _find(
     "autograd.Variable._execution_engine.run_backward", "goes back through a layer's own graph"
 )
 
-#: The modes of `torch.utils._python_dispatch` that are open.
+# hooks for saved tensors (pack, unpack): take off those that were set last, set others, look at the last
+_HOOKS = "saves past a checkpoint"
+pop_saved_hooks: Callable[[], None] = _find("_C._autograd._pop_saved_tensors_default_hooks", _HOOKS)
+push_saved_hooks: Callable[[Callable[..., Any], Callable[..., Any]], None] = _find(
+    "_C._autograd._push_saved_tensors_default_hooks", _HOOKS
+)
+_top_hooks: Any = _find("_C._autograd._top_saved_tensors_default_hooks", _HOOKS)
+
+# modes: the open ones of `torch.utils._python_dispatch`, autocast of any device, `torch.jit.trace`, and
+# transforms of `torch.func`; tensors that belong to one, and batches of gradients
+# (``is_grads_batched=True``)
 dispatch_modes: Callable[[], list[Any]] = _find(
     "utils._python_dispatch._get_current_dispatch_mode_stack", "counts a loop's operations by one round"
 )
-
-#: Whether autocast is on, for whatever kind of device.
 in_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled", "lets autocast keep no cast weights")
+in_trace: Callable[[], bool] = _find("_C._is_tracing", "refuses to be recorded")
+in_transform: Callable[[], bool] = _find("_C._are_functorch_transforms_active", "refuses torch.func")
+is_of_transform: Callable[[torch.Tensor], bool] = _find(
+    "_C._functorch.is_functorch_wrapped_tensor", "knows tensors that have no memory to share"
+)
+is_batched: Callable[[torch.Tensor], bool] = _find(
+    "_C._functorch.is_legacy_batchedtensor", "refuses batched gradients"
+)
 
-#: By it a GradScaler takes its scale out of gradients, or looks alone whether they are finite.
+# a GradScaler divides gradients by its scale with the first of these, or checks whether they are finite;
+# they all take numbers that PyTorch has copied with ``non_blocking=True``: a scale, a flag, a learning rate
 check_finite: Callable[..., Any] = _find(
     "_amp_foreach_non_finite_check_and_unscale_", "knows what a GradScaler does to gradients"
 )
-#: What PyTorch gives numbers that it copies with ``non_blocking=True`` to where the tensors of the list are:
-#: a GradScaler's scale and what it has found, a learning rate.
 take_copies: frozenset[Callable[..., Any]] = frozenset(
     (
         check_finite,
@@ -96,39 +93,23 @@ take_copies: frozenset[Callable[..., Any]] = frozenset(
     )
 )
 
-#: Whether a transform of `torch.func` is active; whether a tensor is one that such a transform has wrapped.
-in_transform: Callable[[], bool] = _find("_C._are_functorch_transforms_active", "refuses torch.func")
-is_of_transform: Callable[[torch.Tensor], bool] = _find(
-    "_C._functorch.is_functorch_wrapped_tensor", "knows tensors that have no memory to share"
-)
-#: Whether a tensor is a batch of gradients (``torch.autograd.grad(is_grads_batched=True)``).
-is_batched: Callable[[torch.Tensor], bool] = _find(
-    "_C._functorch.is_legacy_batchedtensor", "refuses batched gradients"
-)
-
-#: An event of CUDA. `torch.cuda.Event`, which is made of it, adds a frame of Python to each call.
+# memory: an event of CUDA without the frame of Python that `torch.cuda.Event` adds, the holders of a
+# storage, settings of CUDA's allocator (written as in ``PYTORCH_CUDA_ALLOC_CONF``; those left out go back
+# to defaults)
 CudaMark: Any = _find("_C._CudaEventBase", "marks when copies and kernels are done")
-
 _use_count: Callable[[int], int] = _find("_C._storage_Use_Count", "sees who else holds a slot")
-_top_hooks: Any = _find("_C._autograd._top_saved_tensors_default_hooks", "saves past a checkpoint")
-
-#: Changes settings of the allocator of CUDA memory, written as in ``PYTORCH_CUDA_ALLOC_CONF``. Most of those
-#: that the text leaves out go back to what they are by default.
-set_allocator: Callable[[str], None] = _find(
-    "_C._accelerator_setAllocatorSettings", "keeps to a limit of device memory"
-)
-_allocator_now: Any = _find("cuda.memory._snapshot", "keeps to a limit of device memory")
+_LIMIT = "keeps to a limit of device memory"
+set_allocator: Callable[[str], None] = _find("_C._accelerator_setAllocatorSettings", _LIMIT)
+_allocator_now: Any = _find("cuda.memory._snapshot", _LIMIT)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """The identity of the storage of ``tensor``, also on the meta device, where all addresses are the
-    same. A tensor that has no storage (a sparse one, which consists of others) aliases nothing: its number
-    belongs to this object alone."""
+    """The identity of the storage of ``tensor``, also on the meta device, where all addresses are equal. Of a
+    tensor without a storage (a sparse one) it is negative, and of this object alone."""
     try:
-        number: int = tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:
-        return -id(tensor)  # negative: it equals no address
-    return number
+        return -id(tensor)
 
 
 #: By layout, the functions that find the tensors of which a sparse tensor consists.
@@ -158,7 +139,7 @@ def sparse_of(like: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor
         make: Any = partial(torch.sparse_coo_tensor, is_coalesced=like.is_coalesced())
     else:
         make = partial(torch.sparse_compressed_tensor, layout=like.layout)
-    # the parts of a tensor that PyTorch has made, whose indices need no check
+    # the indices are PyTorch's own and need no check
     made: torch.Tensor = make(*parts, like.shape, check_invariants=False)
     return made
 
@@ -172,7 +153,7 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 
 
 def storage_owners(tensor: torch.Tensor) -> int:
-    """How many tensors, and other things, hold the storage of ``tensor``."""
+    """The number of tensors and other objects that hold the storage of ``tensor``."""
     return _use_count(storage_id(tensor))
 
 
@@ -188,10 +169,9 @@ def set_accumulation_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], Non
 
 
 def allocator_settings() -> dict[str, Any]:
-    """The settings of PyTorch's own allocator of CUDA memory; under ``PYTORCH_CUDA_ALLOC_CONF`` the text that
-    the process has chosen last, in the environment or since."""
-    settings: dict[str, Any] = _allocator_now()["allocator_settings"]
-    return settings
+    """The settings of PyTorch's allocator of CUDA memory; under ``PYTORCH_CUDA_ALLOC_CONF`` the text that was
+    set last, in the environment or since."""
+    return dict(_allocator_now()["allocator_settings"])
 
 
 def skip_code(code: CodeType) -> None:
@@ -201,9 +181,8 @@ def skip_code(code: CodeType) -> None:
 
 
 def without_compiler(method: Callable[P, T]) -> Callable[P, T]:
-    """``method``, which `torch.compile` is to leave alone, without PyTorch's wrapper that sees to it. The
-    wrapper imports the compiler, which takes about as long as all of PyTorch; where the compiler has been
-    imported, it is kept."""
+    """``method`` without the wrapper by which `torch.compile` leaves it alone, unless the compiler is
+    imported: the wrapper imports it, which takes as long as all of PyTorch."""
     plain: Callable[P, T] = getattr(method, "__wrapped__", method)
     return method if "torch._dynamo" in sys.modules else plain
 
@@ -219,8 +198,8 @@ def in_distributed_forward() -> bool:
 
 
 def group_timeout(group: Any, device: torch.device) -> timedelta:
-    """How long a process group's collectives wait for other ranks: what its backend for ``device`` was told.
-    PyTorch's default for gloo, 30 minutes, where it does not say."""
+    """The timeout of a process group's collectives on ``device``; where its backend has none, PyTorch's
+    default for gloo, 30 minutes."""
     try:
         found = group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
