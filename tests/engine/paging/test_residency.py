@@ -13,14 +13,6 @@ import torch
 from torch import nn
 
 import streamer
-from bench.residency import (
-    Cycle,
-    inference,
-    least_bytes,
-    moved_in_inference,
-    moved_in_training,
-    training,
-)
 from streamer.backends.base import Event, Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.backends.virtual import VirtualBackend
@@ -33,6 +25,14 @@ from streamer.engine.schedule.op import Op, OpKind, Place
 from streamer.engine.schedule.order import Phase, Visit
 from streamer.engine.tensors.saved import SavedBytes
 from streamer.planner.machine import H200
+from tests.engine.paging.least_bytes import (
+    Cycle,
+    inference,
+    least_bytes,
+    moved_in_inference,
+    moved_in_training,
+    training,
+)
 from tests.reference import (
     LossOf,
     assert_parity,

@@ -1,11 +1,4 @@
-"""How many bytes of weights come to the device in a step, against the least that so many slots allow?
-
-    python -m bench.residency    # seconds, no GPU: the executor on the virtual backend
-
-A stack of equal layers, in fp32 and all of them trained, for several numbers of slots. *Moved* is what the
-copies to the device add up to, in a training step (forward, backward, update) and in a forward without
-gradients, once the executor has learned their order; the mean over so many of them that no rest is left.
-*Least* and *least overlapped* are the least bytes of weights that a cycle of visits can move.
+"""The least bytes of weights that a cycle of visits can move to the device, and those that are moved.
 
 A cycle of visits comes again and again. A slot holds one unit, and what is in no slot when it is visited is
 copied there, whole. A unit that was updated since it was last visited has lost the part that is trained, and
@@ -26,19 +19,14 @@ up to a repeating pattern [Cuninghame-Green, Minimax Algebra, 1979]; that growth
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 import streamer
-from bench.common import RESULTS, load_average, provenance, write_json
-from bench.markdown import Report, table
 from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
 from streamer.engine.schedule.op import OpKind
@@ -135,28 +123,6 @@ def _visit(costs: Costs, needed: State, unit: int, whole: int, refresh: int, slo
     return after
 
 
-CYCLES = {"training": "a training step", "inference": "a forward alone"}
-
-
-def report_table(report: Report) -> list[str]:
-    rows = [
-        [CYCLES[name], f"{row['slots']}", *_amounts(row), f"{cycle['moved_with_all_layers']:.1f}"]
-        for name, cycle in report["cycles"].items()
-        for row in cycle["slots"]
-    ]
-    heads = ["", "slots", "moved", "least", "least if every copy can overlap", "moved with all layers"]
-    return [
-        f"What comes to the device of the weights of {report['layers']} equal layers, in layers.",
-        "",
-        *table(heads, rows),
-    ]
-
-
-def _amounts(row: Report) -> list[str]:
-    amounts = [row["moved"], row["least"], row["least_overlapped"]]
-    return ["" if amount is None else f"{amount:.1f}" for amount in amounts]
-
-
 WIDTH = 32
 
 
@@ -212,46 +178,3 @@ def _mean_moved(model: nn.Module, run: Callable[[], None], *, warmup: int, count
         copies = (record.op for record in executor.issuer.trace.records())
         moved.append(sum(op.nbytes for op in copies if op.kind is OpKind.UNSHARD))
     return Fraction(moved[1] - moved[0], count * executor.units[0].layout.nbytes)
-
-
-def compare(cycle: Cycle, moved: Callable[[int, int], Fraction], slots: Sequence[int]) -> dict[str, Any]:
-    """For each number of slots what is moved in ``cycle``, and the least, in layers."""
-    layers = len(cycle.whole)
-    return {
-        "moved_with_all_layers": float(moved(layers, layers)),
-        "slots": [
-            {
-                "slots": count,
-                "moved": float(moved(layers, count)),
-                "least": float(least_bytes(cycle, count)),
-                "least_overlapped": float(least_bytes(cycle, count, overlapped=True)) if count > 1 else None,
-            }
-            for count in slots
-        ],
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--slots", type=int, nargs="+", default=[1, 2, 3, 6, 12])
-    parser.add_argument("--json", type=Path, default=RESULTS / "residency.json")
-    options = parser.parse_args()
-    load_before = load_average()
-    report = {
-        **provenance("bench/residency.py", load_before=load_before),
-        "layers": options.layers,
-        "layer_bytes": 4 * WIDTH * WIDTH,
-        "cycles": {
-            "training": compare(training(options.layers), moved_in_training, options.slots),
-            "inference": compare(inference(options.layers), moved_in_inference, options.slots),
-        },
-    }
-    print("\n".join(report_table(report)))
-    write_json(options.json, report)
-
-
-if __name__ == "__main__":
-    main()
