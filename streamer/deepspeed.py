@@ -29,6 +29,9 @@ _OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_p
 #: The tables that have mapped keys.
 _TABLES = {"optimizer", "optimizer.params", "scheduler", "scheduler.params", "fp16", "bf16", "data_types"}
 _TABLES |= {"zero_optimization", *_OFFLOADS}
+#: Types of values in errors.
+_WORDS = {bool: "true or false", int: "an integer of 0 or more", float: "a number of 0 or more"}
+_WORDS |= {str: "a string", tuple: "an array"}
 #: Variants of Adam that train otherwise than AdamW, decay in the gradient among them.
 _VARIANTS = {"amsgrad": True, "maximize": True, "bias_correction": False, "adam_w_mode": False}
 
@@ -221,20 +224,19 @@ class _Keys:
     def take(self, key: str, kind: type, name: str = "", answer: Any = None, **auto: Any) -> Any:
         """The config's value, else ``answer``, the keyword argument ``name``, else ``auto=`` where the config
         has "auto", or None. Raises ValueError for a value that is no ``kind``, for an answer that the config
-        contradicts, and for an "auto" without an answer."""
+        contradicts, and for an "auto" that has neither."""
         value = self.left.pop(key, None)
-        if value == "auto" and answer is None and "auto" not in auto:
+        if value == "auto" and answer is None and name and "auto" not in auto:
             raise ValueError(f'{key} is "auto": give {name}=... to from_deepspeed_config')
         if value in (None, "auto"):
             return auto.get("auto") if answer is None and value else answer
         if kind in (int, float):  # some write 1e5 for an integer
             is_right = type(value) in (int, float) and value >= 0 and kind(value) == value
         else:
-            is_right = isinstance(value, kind)
+            is_right = isinstance(value, list | tuple if kind is tuple else kind)
         if not is_right:
-            words = {bool: "true or false", int: "an integer of 0 or more", float: "a number of 0 or more"}
-            raise ValueError(f"{key} must be {words.get(kind, f'a {kind.__name__}')}, not {value!r}")
-        value = tuple(value) if kind is list else kind(value)
+            raise ValueError(f"{key} must be {_WORDS[kind]}, not {value!r}")
+        value = kind(value)
         if answer not in (None, value):
             raise ValueError(
                 f'{key} is {value} in the config, and {name} is {answer}: write "auto" in the config, or '
@@ -269,7 +271,7 @@ def _adamw(keys: _Keys, **answers: Any) -> dict[str, Any]:
     for name, variant in _VARIANTS.items():
         if keys.take(f"{_ADAM}{name}", bool, auto=None) is variant:
             raise ValueError(f"{_ADAM}{name} is {variant}, which AdamW does not do: use another optimizer")
-    kinds = {"lr": float, "betas": list, "eps": float, "weight_decay": float}
+    kinds = {"lr": float, "betas": tuple, "eps": float, "weight_decay": float}
     arguments = {}
     for name, of in kinds.items():
         auto = {} if name == "lr" else {"auto": None}  # no lr suits every model

@@ -458,6 +458,10 @@ ERRORS: dict[str, tuple[Any, dict[str, Any]]] = {
         within("zero_optimization.offload_param.device", "nvme"),
         {},
     ),
+    "optimizer.params.betas must be an array, not 0.9": (
+        {"optimizer": {"type": "Adam", "params": {"betas": 0.9}}},
+        {},
+    ),
     "gradient_clipping must be a number of 0 or more, not -1": ({"gradient_clipping": -1}, {}),
     "train_batch_size must be an integer of 0 or more, not 2.5": ({"train_batch_size": 2.5}, {}),
     "fp16.enabled must be true or false, not 1": (within("fp16.enabled", 1), {}),
