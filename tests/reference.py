@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -153,6 +153,12 @@ def streamed(model: nn.Module, **options: Any) -> Iterator[nn.Module]:
 
 
 POLICIES = pytest.mark.parametrize("activations", ["recompute", "keep"])
+
+
+def in_turn(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """As many combinations as the longest of ``choices`` is long, in which the others take turns."""
+    lists = [list(each) for each in choices]
+    return [tuple(each[number % len(each)] for each in lists) for number in range(max(map(len, lists)))]
 
 
 def flat(value: Any, path: str = "") -> dict[str, torch.Tensor]:

@@ -58,8 +58,17 @@ def always(seconds: float) -> Delay:
     return lambda: seconds
 
 
-@pytest.mark.parametrize("lanes", [(lane,) for lane in (*DISK, Lane.HOST, Lane.H2D)] + [DISK], ids=str)
-@pytest.mark.parametrize(("update", "state_dtype"), [("step", "float32"), ("backward", "bfloat16")])
+@pytest.mark.parametrize(
+    ("lanes", "update", "state_dtype"),
+    [
+        ((Lane.DISK_READ,), "step", "float32"),
+        ((Lane.DISK_WRITE,), "backward", "bfloat16"),
+        ((Lane.HOST,), "backward", "bfloat16"),
+        ((Lane.H2D,), "step", "float32"),
+        (DISK, "step", "float32"),
+    ],
+    ids=str,
+)
 def test_a_slow_lane_changes_nothing(
     tmp_path: Path, lanes: tuple[Lane, ...], update: str, state_dtype: str
 ) -> None:
@@ -67,7 +76,7 @@ def test_a_slow_lane_changes_nothing(
     assert_equal(trained(update, state_dtype, tmp_path, delays), undisturbed(update, state_dtype))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_delays_change_nothing(tmp_path: Path, seed: int) -> None:
     update = ("step", "backward")[seed % 2]
     state_dtype = ("float32", "bfloat16", "int8")[seed % 3]
@@ -75,15 +84,15 @@ def test_random_delays_change_nothing(tmp_path: Path, seed: int) -> None:
     assert_equal(actual, undisturbed(update, state_dtype))
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize(
-    ("dropped", "slow"),
+    ("dropped", "slow", "update"),
     [
         # an update of a buffer that has not been filled; the disk's write of one that was not updated
-        ("read_after_write", Lane.DISK_READ),
-        ("read_after_write", Lane.HOST),
+        ("read_after_write", Lane.DISK_READ, "step"),
+        ("read_after_write", Lane.HOST, "backward"),
         # the disk's read into a buffer that is being updated, or written
-        ("write_after_read", Lane.DISK_WRITE),
+        ("write_after_read", Lane.DISK_WRITE, "step"),
+        ("write_after_read", Lane.DISK_WRITE, "backward"),
     ],
     ids=str,
 )

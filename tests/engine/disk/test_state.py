@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -79,32 +80,29 @@ CHOICES: dict[str, Sequence[Any]] = {
 }
 
 
-def covering(more: int = 4) -> list[Case]:
-    """Cases in which every two choices that go together meet (of random ones at each turn the one with most
-    pairs that are new), and ``more``."""
-    draw = torch.Generator().manual_seed(0)
+def covering() -> list[Case]:
+    """Cases in which every two choices that go together meet: of random ones at each turn the one with most
+    pairs that are new."""
+    draw = random.Random(0)
 
     def a_case() -> Case:
         while True:
-            picked = {
-                name: of[int(torch.randint(len(of), (), generator=draw))] for name, of in CHOICES.items()
-            }
-            if (case := Case(**picked)).is_legal():
+            case = Case(**{name: draw.choice(of) for name, of in CHOICES.items()})
+            if case.is_legal():
                 return case
 
-    def pairs(case: Case) -> set[tuple[Any, ...]]:
-        named = [(name, getattr(case, name)) for name in CHOICES]
-        return set(itertools.combinations(named, 2))
+    bits: dict[tuple[Any, ...], int] = {}
 
-    pool = [a_case() for _ in range(3000)]
-    pairs_of = {case: pairs(case) for case in pool}
-    left = set().union(*pairs_of.values())
-    cases: list[Case] = []
+    def pairs(case: Case) -> int:
+        named = [(name, getattr(case, name)) for name in CHOICES]
+        return sum(1 << bits.setdefault(pair, len(bits)) for pair in itertools.combinations(named, 2))
+
+    pairs_of = {case: pairs(case) for case in (a_case() for _ in range(2000))}
+    left, cases = (1 << len(bits)) - 1, []
     while left:
-        best = max(pool, key=lambda case: len(pairs_of[case] & left))
-        cases.append(best)
-        left -= pairs_of[best]
-    return list(dict.fromkeys([*cases, *pool[:more]]))
+        cases.append(max(pairs_of, key=lambda case: (pairs_of[case] & left).bit_count()))
+        left &= ~pairs_of[cases[-1]]
+    return cases
 
 
 @cache

@@ -24,10 +24,8 @@ from streamer.backends.base import Lane
 from streamer.backends.direct_io import System
 from streamer.backends.disk import Disks, Scratch
 from streamer.backends.thread import ThreadBackend
-from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
 from streamer.errors import DiskError
-from streamer.planner.machine import CPU, Machine
 from streamer.store.on_disk import RING
 from streamer.store.weights_on_disk import WEIGHT_BUFFERS
 from tests.on_disk import Model, a_step, adamw, copied, disks, end_of, least_budget, loss_of, small_chunks
@@ -70,12 +68,9 @@ def results(folder: Path | None, run: Callable[[nn.Module, Path | None], Any], *
 @pytest.mark.parametrize(
     ("saved_on", "loaded_on", "block", "state_dtype"),
     [
-        (0, None, True, FP32),
         (0, None, False, "int8"),
         (None, 0, True, BF16),
-        (None, 0, False, FP32),
-        (0, 400_000, False, BF16),
-        (400_000, 0, True, "int8"),
+        (0, 400_000, False, FP32),
     ],
 )
 def test_saved_on_one_placement_and_loaded_on_another(
@@ -205,7 +200,11 @@ results_in_memory = cache(partial(results, None))
 @pytest.mark.parametrize(
     ("run", "room"),
     [
-        *[(run, room) for run in (writes_weights, writes_state, other_moments) for room in (0, 400_000)],
+        (writes_weights, 0),
+        (writes_weights, 400_000),
+        (writes_state, 0),
+        (writes_state, 400_000),
+        (other_moments, 400_000),
         (clips_by_hand, 0),
         (is_trained_by_pytorch, 0),
         (is_unwrapped_in_mid_update, 0),
@@ -433,11 +432,6 @@ def test_a_budget_below_the_ring_says_the_least(tmp_path: Path) -> None:
     streamer.unwrap(wrap(tmp_path))
 
 
-def test_a_budget_that_a_disk_would_help_says_so(tmp_path: Path) -> None:
-    told = wrong(tmp_path, None, host_memory=least())
-    assert "give disk= a folder for the optimizer's state" in told.splitlines()[0]
-
-
 def test_a_disk_without_room_for_masters_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     def allocate(fd: int, offset: int, nbytes: int) -> None:
         raise OSError(28, os.strerror(28))
@@ -460,24 +454,9 @@ def test_moments_without_room_for_the_ring_are_refused(tmp_path: Path) -> None:
         streamer.unwrap(model)
 
 
-def test_on_the_cpu_the_device_takes_its_part_of_the_same_memory() -> None:
-    """Without a budget: host memory has room for the model's, or for the device's, and not for both."""
-
-    def bytes_with(host_bytes: int) -> tuple[int, int]:
-        machine = Machine("CPU", 1e12, 1e10, 1e10, 1e10, host_bytes, host_bytes, kind=CPU)
-        with torch.device("meta"):
-            model = Model(layers=24)
-        streamer.wrap(model, backend=VirtualBackend(machine), disk="/nowhere", **OPTIONS)
-        executor = wrapped(model).executor
-        return sum(executor.host_bytes().values()), sum(executor.device_bytes().values())
-
-    host, device = bytes_with(1 << 40)
-    there = host + device // 2
-    assert sum(bytes_with(there)) <= there
-
-
-@pytest.mark.parametrize("room", [0, 100_000, 400_000, 1_000_000])
-@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize(
+    ("room", "update"), [(0, "step"), (100_000, "backward"), (400_000, "step"), (1_000_000, "backward")]
+)
 def test_planned_bytes_are_held_bytes(tmp_path: Path, room: int, update: str) -> None:
     options = OPTIONS | {"device": "cpu", "update": update}
     budget = least_budget(Model(), **options) + room

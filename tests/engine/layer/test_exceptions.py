@@ -25,7 +25,6 @@ from streamer.backends.thread import ThreadBackend
 from streamer.engine import unit
 from streamer.engine.layer.arguments import apart
 from streamer.engine.layer.layer import StreamedLayer, _go_through
-from streamer.engine.paging.pager import Pager
 from tests.engine.layer.common import Layer, Stack
 from tests.reference import (
     History,
@@ -78,9 +77,16 @@ def fail_in_loss(model: nn.Module, error: BaseException) -> None:
     raise error
 
 
-@pytest.mark.parametrize(("num_slots", "activations"), [(1, "recompute"), (2, "keep")])
-@pytest.mark.parametrize("error", [Trouble("in user code"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("fail", [fail_in_forward, fail_in_backward, fail_in_loss])
+@pytest.mark.parametrize(
+    ("fail", "error", "num_slots", "activations"),
+    [
+        (fail_in_forward, Trouble("in user code"), 1, "recompute"),
+        (fail_in_forward, KeyboardInterrupt(), 2, "keep"),
+        (fail_in_backward, KeyboardInterrupt(), 1, "recompute"),
+        (fail_in_backward, Trouble("in user code"), 2, "keep"),
+        (fail_in_loss, KeyboardInterrupt(), 2, "keep"),
+    ],
+)
 def test_after_an_error_in_user_code_the_next_step_is_right(
     fail: Any, error: BaseException, num_slots: int, activations: str
 ) -> None:
@@ -93,21 +99,6 @@ def test_after_an_error_in_user_code_the_next_step_is_right(
         optimizer.zero_grad()
         clip = lambda: streamer.clip_grad_norm_(model, 1.0)  # noqa: E731
         assert_parity(train(model, optimizer, clip, steps=3), undisturbed())
-
-
-def test_what_cannot_be_fetched_does_not_replace_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(*_: Any) -> None:
-        raise Trouble("in a copy ahead")
-
-    def hook(*_: Any) -> None:
-        monkeypatch.setattr(Pager, "prefetch", fetch)
-        raise KeyboardInterrupt
-
-    with streamed(gpt(), layers="transformer.h") as model:
-        model.transformer.h[2].mlp.register_forward_hook(hook)
-        with pytest.raises(KeyboardInterrupt):
-            language_loss(model, 0)
-        monkeypatch.undo()
 
 
 def test_an_error_in_a_copy_reaches_the_user_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +175,7 @@ def test_ctrl_c_while_a_layer_gets_its_parameters_back(after: Any, grad: bool) -
     with streamed(small, layers="blocks") as model:
         params = list(model.parameters())
         while has_come:
-            number += 1
+            number += 3  # every third: a run for each takes long
             interrupt = Interrupt(after.__code__, number)
             with contextlib.suppress(KeyboardInterrupt), torch.set_grad_enabled(grad):
                 sys.settrace(interrupt)
@@ -199,7 +190,7 @@ def test_ctrl_c_while_a_layer_gets_its_parameters_back(after: Any, grad: bool) -
             assert all(map(operator.is_, model.parameters(), params)), f"operation {number}"
             model.zero_grad()
             assert all(map(torch.equal, small_gradients(model), expected)), f"operation {number}"
-    assert number > 20
+    assert number > 60
 
 
 CHILD = """

@@ -13,14 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.autograd import forward_ad
+from torch.autograd.functional import jacobian
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import streamer
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.layer import collector
+from streamer.planner.measure import Tracker
 from tests.engine.layer.common import Layer, Stack
 from tests.reference import (
     POLICIES,
@@ -28,6 +29,7 @@ from tests.reference import (
     assert_equal,
     assert_refused,
     gradients,
+    in_turn,
     language_loss,
     streamed,
     tiny_gpt,
@@ -35,7 +37,6 @@ from tests.reference import (
 
 D = 8
 ALL_POLICIES = pytest.mark.parametrize("activations", ["recompute", "recompute+offload", "keep"])
-RECOMPUTING = pytest.mark.parametrize("activations", ["recompute", "recompute+offload"])
 Forward = Callable[["Running", torch.Tensor], torch.Tensor]
 
 
@@ -177,36 +178,6 @@ def test_autocast_is_that_of_the_forward(activations: str) -> None:
     assert_as_plain(model, under_autocast, layers="blocks", activations=activations)
 
 
-def attention(layer: Running, x: torch.Tensor) -> torch.Tensor:
-    heads = layer.up(x).view(1, 4, 2, 4).transpose(1, 2)
-    return layer.down(F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(4, D))
-
-
-@RECOMPUTING
-def test_attention_of_one_kind_around_forward_and_backward(activations: str) -> None:
-    def use(model: nn.Module) -> Any:
-        with sdpa_kernel(SDPBackend.MATH):
-            return trained(model)
-
-    assert_as_plain(net(attention), use, layers="blocks", activations=activations)
-
-
-def test_small_gradients_go_to_the_slot_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied: list[int] = []
-
-    def foreach_copy(places: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        copied.append(len(places))
-        for place, gradient in zip(places, gradients, strict=True):
-            place.copy_(gradient)
-
-    monkeypatch.setattr(torch, "_foreach_copy_", foreach_copy)
-    # biases and scale wait, matrices do not
-    monkeypatch.setattr(collector, "SMALL_BYTES", torch.float32.itemsize * D)
-    model = net(lambda layer, x: layer.scale * layer.down(tanh(layer, x)))
-    assert_as_plain(model, trained, layers="blocks")
-    assert copied == [3] * 3
-
-
 # --- several backwards ----------------------------------------------------------------------------------
 
 
@@ -239,15 +210,8 @@ def layers_called_again(model: nn.Module) -> Any:
     return x.grad, gradients(model)
 
 
-def of_inputs_and_of_the_root(model: nn.Module) -> Any:
-    x = inputs()
-    return torch.autograd.grad(square(model, x), [x, model.embed.weight]), gradients(model)
-
-
 @ALL_POLICIES
-@pytest.mark.parametrize(
-    "use", [retained, two_losses, two_forwards, layers_called_again, of_inputs_and_of_the_root]
-)
+@pytest.mark.parametrize("use", [retained, two_losses, two_forwards, layers_called_again])
 def test_several_backwards(use: Callable[[nn.Module], Any], activations: str) -> None:
     # gradients of two uses are added in another order
     assert_as_plain(net(several), use, rtol=1e-5, atol=1e-7, layers="blocks", activations=activations)
@@ -427,20 +391,6 @@ def test_buffers_and_tensor_attributes_are_what_the_first_run_found(
     assert_as_plain(model, steps_of, rtol=1e-5, atol=1e-6, layers="blocks", activations=activations)
 
 
-@RECOMPUTING
-def test_a_state_that_somebody_drops_before_backward_stays_dropped(activations: str) -> None:
-    def use(model: nn.Module) -> Any:
-        square(model).backward()
-        loss = square(model, inputs(seed=1))
-        for block in model.blocks:
-            block.state = None
-        loss.backward()
-        assert [block.state for block in model.blocks] == [None] * 3
-        return gradients(model)
-
-    assert_as_plain(Stack(Recurrent, width=D), use, layers="blocks", activations=activations)
-
-
 # --- outputs --------------------------------------------------------------------------------------------
 
 
@@ -499,13 +449,11 @@ class Mixing(Stack):
         return x
 
 
+RETURNS = [halves, itself_and_a_view, its_input_and_a_view_of_it, twice_the_same, with_one_detached]
+
+
 @ALL_POLICIES
-@pytest.mark.parametrize("size", [None, 3])
-@pytest.mark.parametrize(
-    "returns",
-    [halves, itself_and_a_view, its_input_and_a_view_of_it, twice_the_same, with_one_detached],
-    ids=lambda returns: returns.__name__,
-)
+@pytest.mark.parametrize(("returns", "size"), in_turn(RETURNS, [None, 3]))
 def test_outputs_that_share_memory(returns: Any, size: int | None, activations: str) -> None:
     def use(model: nn.Module) -> Any:
         with torch.no_grad():
@@ -517,7 +465,7 @@ def test_outputs_that_share_memory(returns: Any, size: int | None, activations: 
     assert_as_plain(Mixing(returns), use, rtol=1e-5, atol=1e-6, **options)
 
 
-@ALL_POLICIES
+@POLICIES
 def test_one_of_several_outputs_may_be_written_in_place(activations: str) -> None:
     """It is a clone: the others do not change, as those of a layer that returns clones."""
 
@@ -540,8 +488,10 @@ def test_one_of_several_outputs_may_be_written_in_place(activations: str) -> Non
     assert_equal(*found)
 
 
-@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-@ALL_POLICIES
+CONTEXTS = [torch.enable_grad, torch.no_grad, torch.inference_mode]
+
+
+@pytest.mark.parametrize(("context", "activations"), in_turn(CONTEXTS, ["recompute", "keep"]))
 def test_an_input_that_a_layer_returns_is_the_users_own_tensor(activations: str, context: Any) -> None:
     options = {"layers": "blocks", "activations": activations}
     with streamed(Mixing(its_input_and_a_view_of_it), **options) as model, context():
@@ -623,14 +573,13 @@ def test_what_layers_put_into_containers_is_an_output(make: Callable[[], Any], a
     assert_as_plain(SharingNet(make), with_shared_keys, layers="blocks", activations=activations)
 
 
-@ALL_POLICIES
+@POLICIES
 def test_containers_of_a_batch_in_slices(activations: str) -> None:
     options = {"layers": "blocks", "activations": activations, "micro_batch_size": 4}
     assert_as_plain(SharingNet(dict), with_shared_keys, rtol=1e-5, atol=1e-5, **options)
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("size", [None, 4])
+@pytest.mark.parametrize(("context", "size"), [(torch.no_grad, 4), (torch.inference_mode, None)])
 def test_containers_without_gradients(size: int | None, context: Any) -> None:
     def use(model: nn.Module) -> Any:
         with context():
@@ -685,20 +634,6 @@ def test_post_accumulate_hooks_of_a_layer_that_is_called_twice_are_called_once(a
     assert_as_plain(plain_layers(), use, rtol=1e-5, atol=1e-7, **options)
 
 
-@POLICIES
-def test_a_removed_hook_and_one_of_a_frozen_parameter_are_not_called(activations: str) -> None:
-    def hook(param: torch.Tensor) -> None:
-        raise AssertionError("it is not called")
-
-    with streamed(plain_layers(), layers="blocks", activations=activations) as model:
-        handle = model.get_parameter(WEIGHT).register_post_accumulate_grad_hook(hook)
-        bias = model.get_parameter("blocks.0.linear.bias")
-        bias.register_post_accumulate_grad_hook(hook)
-        bias.requires_grad_(False)
-        handle.remove()
-        square(model).backward()
-
-
 def stepped_in_hooks(model: nn.Module) -> Any:
     """As PyTorch's tutorial has it: each parameter is updated when its gradient is there."""
     optimizers = {param: torch.optim.SGD([param], lr=0.01, momentum=0.9) for param in model.parameters()}
@@ -718,7 +653,7 @@ def stepped_in_hooks(model: nn.Module) -> Any:
     return losses, dict(model.state_dict())
 
 
-@ALL_POLICIES
+@POLICIES
 def test_an_optimizer_in_hooks_that_drops_gradients(activations: str) -> None:
     poisoned = ThreadBackend(poison=True)
     options = {"layers": "blocks", "activations": activations, "backend": poisoned}
@@ -789,6 +724,19 @@ def test_a_parameter_that_is_added_beside_weights_that_are_trained(activations: 
     assert_as_plain(plain_layers(), use, layers="blocks", activations=activations)
 
 
+def test_autocast_keeps_no_cast_of_a_layer_that_has_run() -> None:
+    """It would keep one of each layer until it ends."""
+
+    def peak(layers: int) -> int:
+        model = Stack(partial(Layer, 64), layers, width=64)
+        with streamed(model, layers="blocks") as wrapped, torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.no_grad(), Tracker() as tracker:
+                wrapped(torch.ones(1, 64))
+            return tracker.peak
+
+    assert peak(8) == peak(3)
+
+
 # --- what is refused ------------------------------------------------------------------------------------
 
 
@@ -833,6 +781,11 @@ def with_another_list(model: nn.Module) -> None:
         model.blocks = before
 
 
+def tangent(model: nn.Module) -> torch.Tensor:
+    with forward_ad.dual_level():
+        return model(forward_ad.make_dual(inputs().detach(), torch.ones(4, D)))
+
+
 UNWRAP = r"streamer\.unwrap\(model\)"
 TAKE_GRAD = r"blocks\.1\.linear\.weight'.* in a streamed layer: call loss\.backward\(\) and take p\.grad"
 REFUSALS: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
@@ -855,6 +808,26 @@ REFUSALS: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         lambda model: torch.func.vmap(model)(inputs().detach()),
         RuntimeError,
         f"torch.func .*streamed layer 'blocks.0': use torch.autograd.grad, or call {UNWRAP}",
+    ),
+    "torch.func.jvp": (
+        lambda model: torch.func.jvp(model, (inputs().detach(),), (torch.ones(4, D),)),
+        RuntimeError,
+        f"torch.func .*streamed layer 'blocks.0': use torch.autograd.grad, or call {UNWRAP}",
+    ),
+    "torch.func without gradients": (
+        torch.no_grad()(lambda model: torch.func.vmap(model)(inputs().detach())),
+        RuntimeError,
+        f"torch.func .*streamed layer 'blocks.0': use torch.autograd.grad, or call {UNWRAP}",
+    ),
+    "a batch of gradients": (
+        lambda model: jacobian(model, inputs(2).detach(), vectorize=True),
+        RuntimeError,
+        f"torch.func .*streamed layer 'blocks.2': use torch.autograd.grad, or call {UNWRAP}",
+    ),
+    "forward mode": (
+        tangent,
+        RuntimeError,
+        "forward-mode differentiation.*'blocks.0'.*under torch.no_grad",
     ),
     "autograd.grad of a parameter": (
         lambda model: torch.autograd.grad(square(model), weight_of(model)),
@@ -909,7 +882,9 @@ REFUSALS: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
 }
 
 
-@ALL_POLICIES
+#: Modules of PyTorch script functions when they are imported. Releases differ in the warning's category.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@POLICIES
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_is_refused_names_the_fix_and_leaves_the_model_as_it_was(name: str, activations: str) -> None:
     use, error, match = REFUSALS[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,9 +12,7 @@ import torch
 from torch import nn
 
 import streamer
-from streamer.engine.handle import wrapped
-from streamer.engine.schedule.op import ROOT
-from tests.reference import assert_as_plain, assert_parity, gradients, streamed, train_plain, train_streamed
+from tests.reference import assert_as_plain, assert_parity, gradients, in_turn, train_plain, train_streamed
 
 WIDTH = 8
 Use = Callable[[nn.Module], Any]
@@ -63,7 +62,7 @@ def frozen(model: Any) -> None:
 
 
 TIES = [module_of_layers, weight_of_layers, weight_of_a_layer_and_the_head, frozen]
-POLICIES = pytest.mark.parametrize("activations", ["recompute", "recompute+offload", "keep"])
+POLICIES = ["recompute", "recompute+offload", "keep"]
 
 
 def net(tie: Callable[[Any], None]) -> nn.Module:
@@ -80,40 +79,19 @@ def loss(model: nn.Module, step: int = 0) -> torch.Tensor:
     return model(inputs(step)).square().mean()
 
 
-@POLICIES
-@pytest.mark.parametrize("tie", TIES)
+@pytest.mark.parametrize(("tie", "activations"), [*product(TIES[:1], POLICIES), *in_turn(TIES[1:], POLICIES)])
 def test_it_trains_as_in_plain_pytorch(tie: Callable[[Any], None], activations: str) -> None:
     options: dict[str, Any] = {"steps": 3, "loss_of": loss}
     actual = train_streamed(net(tie), layers="layers", activations=activations, **options)
     assert_parity(actual, train_plain(net(tie), **options))
 
 
-@pytest.mark.parametrize("tie", TIES)
+@pytest.mark.parametrize("tie", [module_of_layers, weight_of_a_layer_and_the_head])
 def test_layers_around_it_may_be_updated_in_backward(tie: Callable[[Any], None]) -> None:
     options: dict[str, Any] = {"steps": 3, "loss_of": loss, "clip": False, "layers": "layers"}
     actual, expected = (train_streamed(net(tie), update=update, **options) for update in ("backward", "step"))
     assert actual.losses == expected.losses
     assert all(torch.equal(actual.weights[name], weight) for name, weight in expected.weights.items())
-
-
-@pytest.mark.parametrize("tie", TIES)
-def test_it_is_in_the_root_unit(tie: Callable[[Any], None]) -> None:
-    model = net(tie)
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    with streamed(model, layers="layers") as actual:
-        executor = wrapped(actual).executor
-        held = {param: unit.index for unit in (*executor.units, executor.root) for param in unit.params}
-        for param in actual.parameters():
-            owners = {
-                unit.index
-                for unit in executor.units
-                if any(param is other for other in unit.module.parameters())
-            }
-            assert held[param] == (owners.pop() if len(owners) == 1 and held[param] != ROOT else ROOT)
-        assert sorted(actual.state_dict()) == sorted(names)
-    for name in names:
-        assert torch.equal(actual.get_parameter(name), model.get_parameter(name)), name
-    assert net(tie).state_dict().keys() == actual.state_dict().keys()
 
 
 def of_hooks(model: Any) -> Any:
@@ -144,14 +122,14 @@ def of_two_backwards(model: Any) -> Any:
     return gradients(model)
 
 
-@POLICIES
-@pytest.mark.parametrize("use", [of_hooks, of_autograd, of_inference, of_two_backwards])
+@pytest.mark.parametrize(
+    ("use", "activations"), in_turn([of_hooks, of_autograd, of_inference, of_two_backwards], POLICIES)
+)
 def test_it_is_a_parameter_outside_of_layers(use: Use, activations: str) -> None:
     assert_as_plain(net(module_of_layers), use, layers="layers", activations=activations)
 
 
-@POLICIES
-@pytest.mark.parametrize("use", [of_hooks, of_inference])
+@pytest.mark.parametrize(("use", "activations"), [(of_hooks, "recompute"), (of_inference, "keep")])
 def test_it_is_not_cut_with_the_batch(use: Use, activations: str) -> None:
     options = {"layers": "layers", "activations": activations, "micro_batch_size": 2}
     model = net(module_of_layers)

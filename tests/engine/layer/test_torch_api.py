@@ -9,18 +9,14 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.autograd import forward_ad
-from torch.autograd.functional import hessian, hvp, jacobian, jvp, vhp
-from torch.func import functional_call
-from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
+from torch.autograd.functional import jacobian
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import streamer
@@ -32,6 +28,7 @@ from tests.reference import (
     assert_parity,
     assert_refused,
     gradients,
+    in_turn,
     streamed,
     train_plain,
     train_streamed,
@@ -39,8 +36,6 @@ from tests.reference import (
 
 D = 8
 Use = Callable[[nn.Module], Any]
-#: Modules of PyTorch script functions when they are imported. Releases differ in the warning's category.
-TORCHS_OWN_WARNING = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
 
 class Block(nn.Module):
@@ -77,83 +72,17 @@ def assert_same(use: Use, activations: str, model: nn.Module | None = None, **op
     assert_as_plain(model or Net(), use, layers="blocks", activations=activations, **options)
 
 
-def refused(
-    use: Use, match: str, error: type[Exception] = RuntimeError, activations: str = "recompute"
-) -> None:
-    """``use`` raises, and training goes on after it."""
-    with streamed(Net(), layers="blocks", activations=activations) as model:
-        with pytest.raises(error, match=match):
-            use(model)
-        model.zero_grad()
-        loss(model).backward()
-        assert len(gradients(model)) == len(list(model.parameters()))
-
-
 def loss(model: nn.Module, x: torch.Tensor | int = 0) -> torch.Tensor:
     return model(inputs(x) if isinstance(x, int) else x).square().mean()
 
 
-# --- torch.func and forward mode ----------------------------------------------------------------------
-
-
-def with_own_parameters(model: nn.Module) -> Any:
-    functional_call(model, dict(model.named_parameters()), (inputs(),)).square().mean().backward()
-    return gradients(model)
-
-
-def with_others_in_the_root(model: nn.Module) -> Any:
-    others = {name: p.detach() * 2 for name, p in model.named_parameters() if "blocks" not in name}
-    others = {name: value.requires_grad_() for name, value in others.items()}
-    functional_call(model, others, (inputs(),)).square().mean().backward()
-    return gradients(model), [value.grad for value in others.values()]
-
-
-@POLICIES
-@pytest.mark.parametrize("use", [with_own_parameters, with_others_in_the_root])
-def test_functional_call(use: Use, activations: str) -> None:
-    assert_same(use, activations)
-
-
-TRANSFORMS: dict[str, Use] = {
-    "grad": lambda model: torch.func.grad(lambda x: loss(model, x))(inputs()),
-    "vjp": lambda model: torch.func.vjp(model, inputs()),
-    "jvp": lambda model: torch.func.jvp(model, (inputs(),), (inputs(1),)),
-    "vmap": lambda model: torch.func.vmap(model)(inputs()),
-    "jacfwd": lambda model: torch.func.jacfwd(model)(inputs()),
-    "hessian": lambda model: torch.func.hessian(partial(loss, model))(inputs()),
-    "batched": lambda model: jacobian(model, inputs(), vectorize=True),
-}
-
-
-@TORCHS_OWN_WARNING
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("grad", [True, False])
-def test_transforms_are_refused(transform: str, grad: bool) -> None:
-    if transform == "batched" and not grad:
-        return
-    match = "torch.func.*streamed layer 'blocks.*streamer.unwrap"
-    with torch.set_grad_enabled(grad):
-        assert_refused(Net(), TRANSFORMS[transform], match, RuntimeError, layers="blocks")
-
-
-def tangent(model: nn.Module) -> torch.Tensor:
-    with forward_ad.dual_level():
-        return forward_ad.unpack_dual(model(forward_ad.make_dual(inputs(), inputs(1)))).tangent
-
-
-@TORCHS_OWN_WARNING
-def test_forward_mode_works_where_there_is_no_backward() -> None:
-    assert_same(torch.no_grad()(tangent), "recompute")
-    refused(tangent, "forward-mode differentiation.*'blocks.0'.*under torch.no_grad")
+# --- gradients by torch.autograd.grad and for some tensors only -----------------------------------------
 
 
 def test_data_parallel_modules_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", object())
     match = "DistributedDataParallel does not see.*process_group="
     assert_refused(Net(), loss, match, RuntimeError, layers="blocks")
-
-
-# --- gradients by torch.autograd.grad and for some tensors only -----------------------------------------
 
 
 def grad_of(*names: str) -> Use:
@@ -178,14 +107,6 @@ def backward_for(*names: str) -> Use:
     return use
 
 
-def grad_of_hidden_states(model: nn.Module) -> Any:
-    hidden: list[torch.Tensor] = []
-    handle = model.blocks[1].register_forward_hook(lambda module, args, out: hidden.append(out))
-    value = loss(model)
-    handle.remove()
-    return torch.autograd.grad(value, hidden), gradients(model)
-
-
 def grad_then_backward(model: nn.Module) -> Any:
     value = loss(model)
     first = torch.autograd.grad(value, [model.embed.weight, model.head.bias], retain_graph=True)
@@ -198,10 +119,8 @@ def grad_then_backward(model: nn.Module) -> Any:
 GRADS = [
     grad_of(),
     grad_of("embed.weight", "head.bias"),
-    grad_of_hidden_states,
     grad_then_backward,
     backward_for("head.weight"),
-    backward_for("embed.weight", "head.bias"),
     lambda model: jacobian(model, inputs(size=2)),
 ]
 
@@ -210,21 +129,6 @@ GRADS = [
 @pytest.mark.parametrize("use", GRADS)
 def test_gradients_of_some_tensors(use: Use, activations: str) -> None:
     assert_same(use, activations)
-
-
-SECOND_ORDER: dict[str, Use] = {
-    "backward": lambda model: loss(model).backward(create_graph=True),
-    "grad": lambda model: torch.autograd.grad(loss(model), model.embed.weight, create_graph=True),
-    "hvp": lambda model: hvp(partial(loss, model), inputs(), inputs(1)),
-    "vhp": lambda model: vhp(partial(loss, model), inputs(), inputs(1)),
-    "jvp": lambda model: jvp(model, inputs(), inputs(1)),
-    "hessian": lambda model: hessian(partial(loss, model), inputs()),
-}
-
-
-@pytest.mark.parametrize("how", SECOND_ORDER)
-def test_gradients_of_gradients_are_refused(how: str) -> None:
-    refused(SECOND_ORDER[how], "create_graph=True: streamed layer 'blocks.2'.*streamer.unwrap")
 
 
 # --- around the model -----------------------------------------------------------------------------------
@@ -258,11 +162,6 @@ def checkpointed(model: nn.Module, *, use_reentrant: bool) -> Any:
 
 AROUND = {
     "save_on_cpu": partial(trained_in, torch.autograd.graph.save_on_cpu),
-    "saved_tensors_hooks": partial(
-        trained_in, partial(torch.autograd.graph.saved_tensors_hooks, torch.clone, torch.clone)
-    ),
-    "allow_mutation": partial(trained_in, torch.autograd.graph.allow_mutation_on_saved_tensors),
-    "no multithreading": partial(trained_in, partial(torch.autograd.set_multithreading_enabled, False)),
     "inference before": trained_after_inference,
     "a thread": backward_in_a_thread,
     "checkpoint": partial(checkpointed, use_reentrant=False),
@@ -274,12 +173,6 @@ AROUND = {
 @pytest.mark.parametrize("around", AROUND)
 def test_around_the_model(around: str, activations: str) -> None:
     assert_same(AROUND[around], activations)
-
-
-@POLICIES
-def test_anomaly_detection(activations: str) -> None:
-    with pytest.warns(UserWarning, match="Anomaly Detection has been enabled"):
-        assert_same(partial(trained_in, torch.autograd.detect_anomaly), activations)
 
 
 # --- hooks on modules -----------------------------------------------------------------------------------
@@ -322,31 +215,15 @@ MODULE_HOOKS: dict[str, Callable[[nn.Module, list[Any]], Any]] = {
 }
 
 
-@POLICIES
-@pytest.mark.parametrize("place", ["blocks.1", "blocks.1.up", "head"])
-@pytest.mark.parametrize("hook", MODULE_HOOKS)
+@pytest.mark.parametrize(
+    ("hook", "place", "activations"),
+    [
+        *in_turn(MODULE_HOOKS, ["blocks.1", "blocks.1.up"], ["recompute", "keep"]),
+        *in_turn(MODULE_HOOKS, ["blocks.1.up", "blocks.1"], ["recompute", "keep"]),
+    ],
+)
 def test_module_hooks(hook: str, place: str, activations: str) -> None:
     assert_same(partial(with_module_hook, place, MODULE_HOOKS[hook]), activations)
-
-
-@POLICIES
-def test_module_hooks_from_before_wrap(activations: str) -> None:
-    model = Net()
-    for place in ("blocks.1", "blocks.1.up", "head"):
-        model.get_submodule(place).register_forward_hook(doubled)
-        model.get_submodule(place).register_full_backward_hook(halved_backward)
-    assert_same(lambda model: loss(model).backward() or gradients(model), activations, model)
-
-
-@POLICIES
-def test_global_module_hooks(activations: str) -> None:
-    def use(model: nn.Module) -> Any:
-        # a handle ends its hook when its block ends
-        with register_module_forward_hook(doubled), register_module_full_backward_hook(lambda *_: None):
-            loss(model, inputs().requires_grad_()).backward()
-        return gradients(model)
-
-    assert_same(use, activations)
 
 
 def test_hooks_inside_of_a_recomputed_layer_run_with_it() -> None:
@@ -369,46 +246,9 @@ def test_hooks_inside_of_a_recomputed_layer_run_with_it() -> None:
         assert calls(model, partial(model, inputs())) == ["blocks.1.up", "blocks.1"]
 
 
-@POLICIES
-def test_what_a_hook_has_captured_of_a_layers_output_can_be_trained_on(activations: str) -> None:
-    def use(model: nn.Module) -> Any:
-        captured: list[torch.Tensor] = []
-        model.blocks[2].register_forward_hook(lambda module, args, out: captured.append(out))
-        (loss(model) + captured[0].square().mean()).backward()
-        return gradients(model)
-
-    assert_same(use, activations)
-
-
 # --- hooks on parameters --------------------------------------------------------------------------------
 
 WEIGHT = "blocks.1.up.weight"
-
-
-def hook_in_the_root(model: nn.Module) -> Any:
-    model.embed.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-    loss(model).backward()
-    return gradients(model)
-
-
-def post_accumulate_hook_in_the_root(model: nn.Module) -> Any:
-    heard: list[torch.Tensor] = []
-    model.embed.weight.register_post_accumulate_grad_hook(lambda param: heard.append(param.grad.clone()))
-    for seed in range(2):
-        loss(model, seed).backward()
-    return heard
-
-
-PARAMETER_HOOKS = [
-    post_accumulate_hook_in_the_root,
-    hook_in_the_root,
-]
-
-
-@POLICIES
-@pytest.mark.parametrize("use", PARAMETER_HOOKS)
-def test_parameter_hooks(use: Use, activations: str) -> None:
-    assert_same(use, activations)
 
 
 # --- weights in other memory ----------------------------------------------------------------------------
@@ -455,34 +295,6 @@ def test_other_memory_is_noticed_and_is_there_after_unwrap(change: Callable[[nn.
     assert torch.equal(model(inputs()), plain(inputs()))
 
 
-def test_a_parameter_of_the_root_that_is_replaced(tmp_path: Path) -> None:
-    """The new one runs, and is trained by whoever trains it; it is no part of a checkpoint, which says so."""
-    plain = Net()
-    plain.head.weight = nn.Parameter(torch.zeros(D, D))
-    with streamed(Net(), layers="blocks") as model:
-        model.head.weight = nn.Parameter(torch.zeros(D, D))
-        loss(model).backward()
-        loss(plain).backward()
-        assert torch.equal(model.head.weight.grad, plain.head.weight.grad)
-        with pytest.raises(ValueError, match="'head.weight' was replaced or removed.*cannot be saved"):
-            streamer.save(model, None, tmp_path / "checkpoint", step=0)
-    assert not model.head.weight.any()
-
-
-def test_unwrap_after_a_layer_was_changed() -> None:
-    """`prune.remove` takes a parameter and a buffer away, and exchanges the memory of another one."""
-    model = Net()
-    prune.l1_unstructured(model.blocks[1].up, "weight", 0.5)
-    with torch.no_grad():
-        expected = model(inputs())
-    with streamed(model, layers="blocks") as wrapped:
-        prune.remove(wrapped.blocks[1].up, "weight")
-        with pytest.raises(ValueError, match="'blocks.1.up.weight_orig' .* was replaced or removed"):
-            wrapped(inputs())
-    assert wrapped.state_dict().keys() == Net().state_dict().keys()
-    assert torch.equal(wrapped(inputs()), expected)
-
-
 def test_a_forward_that_a_layer_has_of_its_own_outlives_wrap() -> None:
     """As those who patch modules put it there; `torch.compile(layer)` is a module with such a one."""
     model = Net()
@@ -492,40 +304,6 @@ def test_a_forward_that_a_layer_has_of_its_own_outlives_wrap() -> None:
         assert torch.equal(wrapped(inputs()), expected)
         assert torch.equal(copy.deepcopy(wrapped)(inputs()), expected)
     assert torch.equal(wrapped(inputs()), expected)
-
-
-# --- parametrizations -----------------------------------------------------------------------------------
-
-PARAMETRIZATIONS: dict[str, Use] = {
-    "weight_norm": parametrizations.weight_norm,
-    "spectral_norm": parametrizations.spectral_norm,
-    "orthogonal": parametrizations.orthogonal,
-    "pruning": partial(prune.l1_unstructured, name="weight", amount=0.3),
-}
-
-
-@POLICIES
-@pytest.mark.parametrize("name", PARAMETRIZATIONS)
-def test_parametrizations(name: str, activations: str) -> None:
-    model = Net()
-    for module in (model.head, *(block.up for block in model.blocks)):
-        PARAMETRIZATIONS[name](module)
-        if name == "pruning":
-            module.weight = module.weight.detach()  # to be copied
-    options = {"loss_of": loss, "steps": 3}
-    actual = train_streamed(model, layers="blocks", activations=activations, **options)
-    assert_parity(actual, train_plain(model, **options))
-
-
-def test_what_a_recomputed_layer_finds_cached_is_refused() -> None:
-    """Its gradient would go to the graph of the first run, and be lost."""
-    model = Net()
-    for block in model.blocks:
-        parametrizations.weight_norm(block.up)
-    with streamed(model, layers="blocks") as wrapped, parametrize.cached():
-        value = loss(wrapped)
-        with pytest.raises(RuntimeError, match="'blocks.2' computed something else.*activations='keep'"):
-            value.backward()
 
 
 # --- copies ---------------------------------------------------------------------------------------------
@@ -603,9 +381,7 @@ def test_parameters_are_not_pickled_with_the_engine() -> None:
             assert not hasattr(copy.deepcopy(param), "_streamer_home")
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"activations": "keep"}, {"activations": "recompute+offload"}, {"micro_batch_size": 2}]
-)
+@pytest.mark.parametrize("options", [{"activations": "recompute+offload"}, {"micro_batch_size": 2}])
 def test_a_default_device_of_the_users_changes_nothing(options: dict[str, Any]) -> None:
     def losses(device: str) -> list[float]:
         x, found = torch.randn(4, D, generator=torch.Generator().manual_seed(0)), []
@@ -629,16 +405,15 @@ def test_a_default_device_of_the_users_changes_nothing(options: dict[str, Any]) 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace_method:DeprecationWarning")
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("part", ["model", "function", "layer"])
+@pytest.mark.parametrize(("part", "grad"), [("model", True), ("layer", False)])
 def test_a_trace_is_refused_in_a_line(part: str, grad: bool) -> None:
     """Not by printing weights; and never recorded, since it would be with what is in the slots."""
     x = torch.randn(3, D)
     with streamed(Stack(Block, width=D)) as model:
-        what = {"model": model, "function": lambda x: model(x).sum(), "layer": model.blocks[0]}[part]
+        traceable = model if part == "model" else model.blocks[0]
         refusal = r"torch\.jit\.trace .* cannot record .* streamer\.unwrap\(model\) first[^\n]*$"
         with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=refusal):
-            torch.jit.trace(what, (x,))
+            torch.jit.trace(traceable, (x,))
         model(x).sum().backward()
         traced = torch.jit.trace(copy.deepcopy(model), (x,))
         torch.testing.assert_close(traced(x), model(x))

@@ -19,7 +19,6 @@ from streamer.engine.schedule.op import Op, OpKind
 from streamer.store.purposes import SUMS
 from tests.reference import LossOf, gradients, language_loss, streamed, tiny_gpt
 
-SHORT = [torch.bfloat16, torch.float16]
 IN_A_LAYER = "transformer.h.1.mlp.c_fc.weight"
 NO_LIMIT = float("inf")
 
@@ -61,9 +60,10 @@ def summed(parts: Iterable[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize("dtype", SHORT, ids=str)
-@pytest.mark.parametrize("num_slots", [1, 2])
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize(
+    ("dtype", "num_slots", "activations"),
+    [(torch.bfloat16, 1, "recompute"), (torch.bfloat16, 2, "keep"), (torch.float16, 2, "recompute")],
+)
 def test_gradients_are_summed_in_fp32(dtype: torch.dtype, num_slots: int, activations: str) -> None:
     with streamed(gpt(), dtype=dtype, num_slots=num_slots, activations=activations) as model:
         for _ in range(2):  # the second time where sums have been
@@ -78,7 +78,7 @@ def test_gradients_are_summed_in_fp32(dtype: torch.dtype, num_slots: int, activa
             model.zero_grad()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *SHORT], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_grad_dtype_none_adds_as_pytorch_does(dtype: torch.dtype) -> None:
     plain = gpt().to(dtype)
     backwards(plain, range(4))
@@ -132,7 +132,7 @@ class Choosing(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("uses", [("a", "b", "ab"), ("ab", "a", "b"), ("a", "ab", "a"), ("b", "", "ab")])
+@pytest.mark.parametrize("uses", [("a", "b", "ab"), ("b", "", "ab")])
 def test_parameters_that_take_part_now_and_then(uses: tuple[str, ...]) -> None:
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
     plain = Choosing().bfloat16()
@@ -192,19 +192,6 @@ def test_clipping_between_backwards_scales_what_is_there() -> None:
     for name, gradient in expected.items():
         error = (actual[name] - gradient).norm() / gradient.norm()
         assert error < 0.05, f"{name}: what was not clipped would be ten times as large"
-
-
-def test_a_penalty_on_weights_outside_of_their_layer() -> None:
-    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-        return language_loss(model, step) + (model.get_parameter(IN_A_LAYER).cpu().float() ** 2).sum()
-
-    penalty = 2 * gpt().bfloat16().get_parameter(IN_A_LAYER).detach().float()
-    with in_bf16() as model:
-        backwards(model, range(2), loss_of)
-        expected = summed(single[IN_A_LAYER] for single in singles()[:2]) + 2 * penalty
-        # the penalty's own gradient is rounded to bf16, and so is its first sum with the layer's
-        actual = model.get_parameter(IN_A_LAYER).grad.float()
-        torch.testing.assert_close(actual, expected, rtol=2**-7, atol=1e-3)
 
 
 def test_gradients_written_between_backwards_count() -> None:
@@ -290,18 +277,6 @@ def test_another_grad_dtype_is_refused(grad_dtype: object) -> None:
         streamer.wrap(gpt(), device="cpu", grad_dtype=grad_dtype)
 
 
-def test_unwrap_leaves_parameters_that_take_gradients_of_their_dtype() -> None:
-    with in_bf16() as model:
-        backwards(model, range(2))
-        model.zero_grad()
-        backwards(model, [0])
-    for dtype in (torch.float32, torch.bfloat16):
-        model.to(dtype).zero_grad()
-        backwards(model, [0])
-        assert all(param.grad.dtype == dtype for param in model.parameters())
-        torch.optim.AdamW(model.parameters()).step()
-
-
 @pytest.mark.parametrize("where", [IN_A_LAYER, "lm_head.weight"])
 def test_gradients_of_either_dtype_can_be_put_in_place(where: str) -> None:
     with in_bf16() as model:
@@ -318,53 +293,3 @@ def test_gradients_of_either_dtype_can_be_put_in_place(where: str) -> None:
             backwards(model, [1])
             assert weight.grad.dtype == torch.float32
             model.zero_grad()
-
-
-def test_an_fp32_gradient_where_none_are_summed_is_rounded() -> None:
-    with in_bf16(grad_dtype=None) as model:
-        backwards(model, [0])
-        weight = model.get_parameter(IN_A_LAYER)
-        weight.grad = torch.full_like(weight, 1 / 3, dtype=torch.float32)
-        streamer.clip_grad_norm_(model, NO_LIMIT)
-        assert torch.equal(weight.grad, torch.full_like(weight, 1 / 3))
-
-
-def test_the_roots_sums_cross_the_bus_only_while_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[int] = []
-    copy_ = ThreadBackend.copy
-
-    def note(self: ThreadBackend, into: torch.Tensor, source: torch.Tensor) -> None:
-        moved.append(into.numel())
-        copy_(self, into, source)
-
-    with in_bf16() as model:
-        optimizer = streamer.AdamW(model.parameters())
-        sums = 4 * wrapped(model).executor.root.layout.state_numel
-        for count, expected in ((1, 0), (3, 1), (1, 0)):
-            backwards(model, range(count))
-            with monkeypatch.context() as patch:
-                patch.setattr(ThreadBackend, "copy", note)
-                optimizer.step()
-                optimizer.zero_grad()
-                streamer.synchronize(model)
-            assert moved.count(sums) == expected
-            moved.clear()
-
-
-def test_gradients_that_show_one_anothers_places() -> None:
-    def swapped(model: nn.Module) -> None:
-        backwards(model, [0])
-        first, second, third = model.transformer.h
-        one, other = first.mlp.c_fc.weight, second.mlp.c_fc.weight
-        one.grad, other.grad = other.grad, one.grad
-        one, other = third.ln_1.weight, third.ln_2.weight
-        one.grad, other.grad = other.grad, one.grad
-        square = third.attn.c_proj.weight
-        square.grad = square.grad.T
-
-    plain = gpt()
-    swapped(plain)
-    with streamed(gpt()) as model:
-        swapped(model)
-        streamer.clip_grad_norm_(model, NO_LIMIT)  # which takes them over
-        torch.testing.assert_close(gradients(model), gradients(plain), rtol=0, atol=0)

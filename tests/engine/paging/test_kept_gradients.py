@@ -14,18 +14,14 @@ import streamer
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.handle import wrapped
-from streamer.engine.paging.executor import Executor
 from tests.ranks.common import run_ranks
 from tests.reference import assert_trains_alike, language_loss, one_step, streamed, tiny_gpt
 
 KEEP: dict[str, Callable[[Any], Any]] = {
     "itself": lambda grad: grad,
-    "detached": lambda grad: grad.detach(),
-    "a view": lambda grad: grad.view(-1),
     "a view of a view": lambda grad: grad.detach().view(-1)[1:],
     "data": lambda grad: grad.data,
     "NumPy": lambda grad: torch.from_numpy(grad.numpy()),
-    "moved": lambda grad: grad.detach().cpu(),
 }
 
 
@@ -56,7 +52,7 @@ def test_it_keeps_its_values(keep: Callable[[Any], Any]) -> None:
     assert_trains_alike(gpt(), loop, options=late(), lr=1e-2, eps=1.0)
 
 
-@pytest.mark.parametrize("keep", KEEP.values(), ids=[*KEEP])
+@pytest.mark.parametrize("keep", [KEEP["a view of a view"], KEEP["NumPy"]])
 def test_a_sum_keeps_its_values(keep: Callable[[Any], Any]) -> None:
     with streamed(gpt(), dtype=torch.bfloat16) as model:
         optimizer = streamer.AdamW(model.parameters())
@@ -91,25 +87,6 @@ def test_it_follows_a_gradient_that_is_not_dropped(keep: Callable[[Any], Any]) -
         return found
 
     assert_trains_alike(gpt(), loop, options=late(), lr=1e-2, eps=1.0)
-
-
-@pytest.mark.parametrize("keeps", [(True, False, False), (True, True, False)])
-def test_memory_comes_back_when_nobody_holds_it(keeps: tuple[bool, ...]) -> None:
-    def places(executor: Executor) -> list[int]:
-        held = [executor.gradients.held[unit.index] for unit in executor.units]
-        return [memory.data_ptr() for each in held for memory in each.memories()]
-
-    with streamed(gpt()) as model:
-        optimizer = streamer.AdamW(model.parameters())
-        executor = wrapped(model).executor
-        home = places(executor)
-        is_home, held = [], None
-        for keep in keeps:
-            language_loss(model, 0).backward()
-            is_home.append(places(executor) == home)
-            held = [param.grad.detach() for param in model.parameters()] if keep else None
-            optimizer.zero_grad()
-        assert held is None and is_home == [True, False, True]
 
 
 def test_a_gradient_that_cannot_have_other_memory_is_refused() -> None:
@@ -185,7 +162,7 @@ def test_memory_that_is_kept_is_refused_where_there_is_none_left() -> None:
         one_step(model, optimizer, 1)
 
 
-@pytest.mark.parametrize("keep", KEEP.values(), ids=[*KEEP])
+@pytest.mark.parametrize("keep", [KEEP["data"], KEEP["NumPy"]])
 def test_the_memory_of_a_moment_shows_each_step_and_what_is_written_to_it_counts(
     keep: Callable[[Any], Any],
 ) -> None:
@@ -204,15 +181,3 @@ def test_the_memory_of_a_moment_shows_each_step_and_what_is_written_to_it_counts
         return found
 
     assert_trains_alike(gpt(), loop, options=late(), lr=1e-2, eps=1.0)
-
-
-def test_a_moment_is_waited_for_as_long_as_somebody_has_its_memory() -> None:
-    with streamed(gpt()) as model:
-        optimizer = streamer.AdamW(model.parameters())
-        one_step(model, optimizer, 0)
-        executor = wrapped(model).executor
-        param = model.transformer.h[1].mlp.c_fc.weight
-        kept = optimizer.state[param]["exp_avg"].numpy()[1:]
-        assert [unit.name for unit in executor.aliased()] == ["transformer.h.1"]
-        del kept
-        assert executor.aliased() == []

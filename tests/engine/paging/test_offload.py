@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -14,14 +13,12 @@ from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 import streamer
-from streamer.backends.base import Event, Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.handle import wrapped
-from streamer.engine.paging.saved_inputs import OUTGOING, HostPlaces
-from streamer.engine.schedule import op as ops
+from streamer.engine.paging.saved_inputs import OUTGOING
 from streamer.engine.schedule.op import OpKind
 from streamer.planner.measure import Tracker
-from tests.engine.layer.test_micro_batches import WIDTH, Layer
+from tests.engine.layer.common import WIDTH, Layer
 from tests.reference import (
     VOCAB,
     History,
@@ -48,7 +45,7 @@ def plain() -> History:
     return train_plain(gpt(), max_norm=0.5, steps=3)
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, LAYERS])
+@pytest.mark.parametrize("num_slots", [1, LAYERS])
 def test_training_equals_plain_pytorch(num_slots: int) -> None:
     assert_parity(train_streamed(gpt(), max_norm=0.5, steps=3, num_slots=num_slots, **OFFLOAD), plain())
 
@@ -109,10 +106,8 @@ def t5_loss(model: nn.Module, step: int) -> torch.Tensor:
 
 
 STACKS: dict[str, Callable[[], nn.Module]] = {
-    "transposed": lambda: Stack(lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
     "with gaps": lambda: Stack(lambda x: torch.cat([x, x], dim=-1)[..., 3 : 3 + WIDTH]),
     "expanded": lambda: Stack(lambda x: x[:1].expand(2, -1, -1)),
-    "negated when read": lambda: Stack(lambda x: torch._neg_view(x * 2)),
     "two views": TwoViews,
 }
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
@@ -136,14 +131,6 @@ def test_it_changes_nothing(name: str) -> None:
 def ops_of(model: nn.Module) -> Counter[OpKind]:
     streamer.synchronize(model)
     return Counter(record.op.kind for record in wrapped(model).executor.issuer.trace.records())
-
-
-def test_the_last_inputs_of_a_forward_are_not_fetched() -> None:
-    with streamed(gpt(), **OFFLOAD) as model:
-        language_loss(model, 0).backward()
-        ops = ops_of(model)
-        assert ops[OpKind.OFFLOAD_INPUT] == LAYERS
-        assert ops[OpKind.FETCH_INPUT] == LAYERS - OUTGOING
 
 
 def test_what_several_layers_are_given_leaves_once() -> None:
@@ -179,18 +166,6 @@ def test_the_device_does_not_fill_with_depth() -> None:
     assert (deep[2], shallow[2]) == (24 * saved, 8 * saved)
 
 
-class AddsTwice(torch.Tensor):
-    def __add__(self, other: torch.Tensor) -> torch.Tensor:
-        return super().__add__(2 * other)
-
-
-@pytest.mark.parametrize("activations", ["recompute", "recompute+offload"])
-def test_inputs_and_a_loss_of_a_subclass(activations: str) -> None:
-    model = Stack(lambda x: x.as_subclass(AddsTwice))
-    options = {"loss_of": stack_loss, "steps": 1}
-    assert_parity(train_streamed(model, activations=activations, **options), train_plain(model, **options))
-
-
 def test_an_input_that_is_written_while_it_leaves_is_refused() -> None:
     model = Stack()
     with streamed(model, **OFFLOAD) as mine:
@@ -223,7 +198,7 @@ def test_an_input_that_is_written_when_it_has_left_is_the_one_that_was_saved() -
         assert torch.equal(gradient(mine, is_written=True), expected)
 
 
-@pytest.mark.parametrize("later", range(4))
+@pytest.mark.parametrize("later", [0, 3])
 def test_a_tensor_that_is_written_between_two_layers_leaves_again(later: int) -> None:
     """The first of them has it saved, and does not need it: no gradient goes through that."""
 
@@ -248,52 +223,6 @@ def host_places(model: nn.Module) -> int:
     return streamer.stats(model).host_bytes.get("saved inputs", 0)
 
 
-class Watched(ThreadBackend):
-    """Notes what is submitted: lane, waits, bytes, end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.submitted: list[tuple[Lane, Sequence[Event], int, Event]] = []
-
-    def queue(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
-        event = super().queue(lane, work, waits, nbytes)
-        self.submitted.append((lane, waits, nbytes, event))
-        return event
-
-    @contextmanager
-    def computing(self, waits: Sequence[Event]) -> Iterator[Event]:
-        with super().computing(waits) as event:
-            yield event
-        self.submitted.append((Lane.COMPUTE, waits, 0, event))
-
-    def are_awaited(self, lane: Lane, nbytes: int) -> list[bool]:
-        """For each copy of ``nbytes`` on ``lane``, which must begin after all that COMPUTE was given before
-        it, whether COMPUTE waits for it."""
-        awaited = {id(wait) for on, waits, _, _ in self.submitted if on is Lane.COMPUTE for wait in waits}
-        result = []
-        last = None
-        for on, waits, size, end in self.submitted:
-            if (on, size) == (lane, nbytes):
-                assert last in waits
-                result.append(id(end) in awaited)
-            last = end if on is Lane.COMPUTE else last
-        return result
-
-
-def test_memory_of_compute_is_copied_between_its_ops() -> None:
-    """On the CPU nothing would go wrong otherwise: nobody else takes memory that a thread still holds."""
-    backend, nbytes = Watched(), 3 * 3 * WIDTH * 4
-    with streamed(Stack(), **OFFLOAD, backend=backend) as mine:
-        hidden = [torch.randn(3, 3, WIDTH, requires_grad=True) * 1]
-        for layer in mine.layers:
-            hidden.append(layer(hidden[-1]))
-        assert backend.are_awaited(Lane.D2H, nbytes) == [True] * (LAYERS - OUTGOING) + [False] * OUTGOING
-        # the input of layer 2 comes back, and is given up for that of layer 0
-        torch.autograd.grad(hidden[5].sum(), hidden[3])
-        torch.autograd.grad(hidden[1].sum(), hidden[0])
-        assert backend.are_awaited(Lane.H2D, nbytes) == [True, True]
-
-
 def test_places_are_used_again_and_grow_with_the_batch() -> None:
     held = []
     with streamed(Stack(), **OFFLOAD) as mine:
@@ -304,21 +233,6 @@ def test_places_are_used_again_and_grow_with_the_batch() -> None:
             del loss
             held.append(host_places(mine))
     assert held == [LAYERS * rows * 3 * WIDTH * 4 for rows in (4, 4, 4, 4, 8, 8)]
-
-
-def test_a_place_that_is_too_small_is_given_back_before_a_larger_one_is_made() -> None:
-    events: list[tuple[str, int]] = []
-
-    def allocate(nbytes: int) -> torch.Tensor:
-        events.append(("made", nbytes))
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    places = HostPlaces(allocate, lambda place, buffer: events.append((f"{place} back", buffer.nbytes)))
-    assert [places.take(4), places.take(2)] == [0, 1]
-    places.release(0)
-    places.release(1)
-    assert [places.take(1), places.take(8), places.nbytes] == [1, 0, 10]
-    assert events == [("made", 4), ("made", 2), ("0 back", 4), ("made", 8)]
 
 
 def test_backward_twice_and_two_graphs_in_any_order() -> None:
@@ -338,17 +252,7 @@ def test_backward_twice_and_two_graphs_in_any_order() -> None:
             torch.testing.assert_close(actual, wanted)
 
 
-def drop_gradients(model: nn.Module) -> None:
-    model.zero_grad()
-
-
-@torch.no_grad()
-def infer(model: nn.Module) -> None:
-    model(torch.randn(2, 3, WIDTH))
-
-
-@pytest.mark.parametrize("go_on", [drop_gradients, infer])
-def test_after_a_backward_that_fails_nothing_is_held(go_on: Callable[[nn.Module], object]) -> None:
+def test_after_a_backward_that_fails_nothing_is_held() -> None:
     def fail(*_: object) -> None:
         raise ValueError("no gradient")
 
@@ -356,23 +260,9 @@ def test_after_a_backward_that_fails_nothing_is_held(go_on: Callable[[nn.Module]
         hook = mine.layers[3].linear.register_full_backward_hook(fail)
         with hook, pytest.raises(ValueError, match="no gradient"):
             mine(torch.randn(2, 3, WIDTH)).sum().backward()
-        go_on(mine)
+        mine.zero_grad()
         stats = streamer.stats(mine)
         assert stats.device_bytes_now == sum(stats.device_bytes.values())
-
-
-def test_an_interrupt_while_an_input_leaves_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> Event:
-        raise KeyboardInterrupt
-
-    with streamed(Stack(), **OFFLOAD) as mine:
-        x = torch.randn(2, 3, WIDTH, requires_grad=True) * 1
-        for name in ("offload_input", "saved_input"):
-            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(ops, name, interrupted)
-                mine(x)
-        mine(x).sum().backward()
-        assert host_places(mine) == LAYERS * x.nbytes
 
 
 def test_too_little_host_memory_is_said_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

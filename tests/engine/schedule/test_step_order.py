@@ -16,6 +16,7 @@ from tests.reference import (
     VOCAB,
     History,
     assert_parity,
+    in_turn,
     language_loss,
     one_step,
     streamed,
@@ -145,12 +146,12 @@ def expected_of(loss_of: Any) -> History:
     return train_plain(Stack(), loss_of=loss_of, steps=4)
 
 
+LOSSES = [shuffled, layer_drop, repeated, two_forwards, two_forwards_two_backwards, an_abandoned_forward]
+
+
 @pytest.mark.parametrize(
-    ("activations", "num_slots"), [("recompute", 1), ("keep", 2), ("recompute", 4), ("keep", 1)]
-)
-@pytest.mark.parametrize(
-    "loss_of",
-    [shuffled, layer_drop, repeated, two_forwards, two_forwards_two_backwards, an_abandoned_forward],
+    ("loss_of", "activations", "num_slots"),
+    [*in_turn(LOSSES, ["recompute", "keep"], [4, 2]), *in_turn(LOSSES, ["keep", "recompute"], [1])],
 )
 def test_an_unexpected_order_costs_time_only(loss_of: Any, activations: str, num_slots: int) -> None:
     actual = train_streamed(
@@ -179,10 +180,9 @@ class EncoderDecoder(nn.Module):
         return self.head(hidden)
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
-def test_two_lists_of_layers(activations: str, issued: list[Op]) -> None:
+def test_two_lists_of_layers(issued: list[Op]) -> None:
     expected = train_plain(EncoderDecoder(), steps=4)
-    actual = train_streamed(EncoderDecoder(), steps=4, layers=["encoder", "decoder"], activations=activations)
+    actual = train_streamed(EncoderDecoder(), steps=4, layers=["encoder", "decoder"])
     assert_parity(actual, expected)
     forwards = [op.unit for op in issued if op.kind is OpKind.FORWARD and op.unit != ROOT]
     assert forwards == [0, 1, 2, 3, 4] * 4

@@ -120,26 +120,6 @@ def test_model_output() -> None:
     assert value.last_hidden_state is A and value["last_hidden_state"] is A
 
 
-def test_identity_of_repeated_tensors() -> None:
-    tensors, rebuild = flatten(((A, A), {"query": A, "key": B}))
-    assert tensors == [A, B]
-    (first, second), named = rebuild([X, Y])
-    assert first is X and second is X and named["query"] is X and named["key"] is Y
-
-
-def test_untouched_values_are_the_same_objects_but_for_lists_and_mappings() -> None:
-    inner, opaque = [1, {"a": None}], Opaque(A)
-    found, named = rebuilt((inner, {"b": ()}))
-    assert found == inner and found is not inner and found[1] is not inner[1], "who gets them may fill them"
-    assert named == {"b": ()}
-    kept = (Frozen("value"), torch.Size([1, 2]), opaque, Record, int)
-    assert rebuilt(kept) is kept
-    result = rebuilt((A, kept, defaultdict(list, a=A)), X)
-    assert result[1] is kept
-    assert result[2]["a"] is X and result[2]["new"] == [], "a default dict keeps its default"
-    assert opaque.tensors == [A]
-
-
 @pytest.mark.parametrize(
     "box",
     [

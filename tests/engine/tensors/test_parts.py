@@ -3,75 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from streamer.quantized.parts import composite_of, remade
+from streamer.quantized.parts import composite_of
 from tests.quantized import KINDS, quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(register_constant|Calling register_constant|cast from)")
-
-
-@dataclass(frozen=True)
-class About:
-    dtype: torch.dtype
-    device: torch.device
-
-
-class Told(torch.Tensor):
-    """A tensor that is on the device that its context tells, wherever its inner tensor is."""
-
-    @staticmethod
-    def __new__(cls, values: torch.Tensor, context: Any) -> Any:
-        (device,) = _devices(context)
-        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=device)
-
-    def __init__(self, values: torch.Tensor, context: Any) -> None:
-        self.values, self.context = values, context
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["values"], self.context
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, *_: Any) -> Told:
-        return Told(inner["values"], context)
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(f"{function} of a tensor that only tells what it is made of")
-
-
-def _devices(context: Any) -> list[torch.device]:
-    if isinstance(context, torch.device):
-        return [context]
-    if isinstance(context, About):
-        return [context.device]
-    if isinstance(context, dict):
-        return _devices([*context.values()])
-    return [d for each in context for d in _devices(each)] if isinstance(context, list | tuple) else []
-
-
-@pytest.mark.parametrize(
-    "context",
-    [
-        lambda device: device,
-        lambda device: {"block": 64, "device": device},
-        lambda device: {"about": About(torch.float32, device)},
-        lambda device: [torch.float32, device],
-        lambda device: (64, {"device": device}),
-    ],
-    ids=["itself", "dict", "dataclass", "list", "tuple"],
-)
-def test_a_device_that_is_told_in_a_context(context: Callable[[torch.device], Any]) -> None:
-    tensor = Told(torch.zeros(3), context(torch.device("cpu")))
-    made: Any = remade(tensor, [torch.empty(3, device="meta")])
-    assert made.is_meta and made.context == context(torch.device("meta"))
-    assert made.shape == tensor.shape
 
 
 @pytest.mark.parametrize("kind", KINDS)
