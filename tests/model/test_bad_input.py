@@ -20,11 +20,10 @@ from streamer.backends import host_memory
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging import device_memory as watch
-from streamer.engine.paging.structure import Structure
 from streamer.model.layers import find_layers
 from streamer.model.options import parse_bytes
-from streamer.store.ledger import SHARED, Ledger, Room
-from tests.reference import assert_parity, assert_trains_alike, attached, train_plain, train_streamed
+from streamer.store.ledger import SHARED
+from tests.reference import assert_trains_alike, attached, in_turn
 
 
 class Net(nn.Module):
@@ -132,7 +131,6 @@ def test_the_snapshot_sees_a_wrap() -> None:
     ("options", "match"),
     [
         ({"layers": "transformer.h"}, r"'transformer\.h': there is no such module\. " + KNOWN),
-        ({"layers": "blocks.7"}, r"'blocks\.7': there is no such module\. " + KNOWN),
         ({"layers": "single"}, r"'single' is a Linear; " + LIST),
         ({"layers": ""}, r"layers='' is a Net; " + LIST),
         ({"layers": "empty"}, r"'empty' is an empty list\. " + KNOWN),
@@ -141,7 +139,6 @@ def test_the_snapshot_sees_a_wrap() -> None:
         ({"layers": []}, r"layers is empty: give the path of a list of layers\. " + KNOWN),
         ({"layers": 3}, "layers=3: it must be a dotted path, a glob, several of them, or None"),
         ({"num_slots": 0}, r"num_slots=0: it must be an integer of 1 or more"),
-        ({"num_slots": True}, r"num_slots=True: it must be an integer of 1 or more"),
         ({"num_slots": 1.5}, r"num_slots=1\.5: it must be an integer of 1 or more"),
         ({"activations": "checkpoint"}, "activations='checkpoint' is unknown: " + POLICIES),
         ({"activations": None}, "activations=None: give one of 'recompute', .* a list"),
@@ -154,8 +151,8 @@ def test_the_snapshot_sees_a_wrap() -> None:
         *(
             ({"device_memory": given}, re.escape(f"device_memory={given!r}: give {what} such as '16GiB'"))
             for what, some in (
-                ("a number and its unit", ("", "16", "GiB", "16G", "-1GB", "0.1B", "1e3B")),
-                ("it in bytes, or as a text", (0, 1.5, True, b"1GB")),
+                ("a number and its unit", ("", "16", "16G", "0.1B")),
+                ("it in bytes, or as a text", (0, 1.5)),
             )
             for given in some
         ),
@@ -280,21 +277,6 @@ def tied() -> nn.Module:
     return layer
 
 
-TIES: dict[str, Change] = {
-    "in layers": lambda model: setattr(model, "blocks", nn.ModuleList(tied() for _ in range(3))),
-    "in the rest": lambda model: setattr(model.single, "weight", model.embed.weight),
-    "a layer twice": lambda model: model.blocks.append(model.blocks[0]),
-}
-
-
-@pytest.mark.parametrize("name", TIES)
-def test_what_is_shared_and_works(name: str) -> None:
-    model = Net()
-    TIES[name](model)
-    options: dict[str, Any] = {"steps": 2, "loss_of": lambda model, step: model(X).square().mean()}
-    assert_parity(train_streamed(model, layers="blocks", **options), train_plain(model, **options))
-
-
 def traced() -> nn.Module:
     return torch.jit.trace(nn.Linear(4, 4), X)
 
@@ -337,7 +319,6 @@ def test_models_that_cannot_be_streamed(change: Change, match: str, refuses: Ref
     refuses(model, match)
 
 
-@pytest.mark.parametrize("place", ["blocks.1", "single"])
 @pytest.mark.parametrize(
     ("values", "dtype", "match"),
     [
@@ -348,9 +329,9 @@ def test_models_that_cannot_be_streamed(change: Change, match: str, refuses: Ref
     ],
 )
 def test_parameters_that_cannot_be_streamed(
-    place: str, values: torch.Tensor, dtype: torch.dtype | None, match: str, refuses: Refuses
+    values: torch.Tensor, dtype: torch.dtype | None, match: str, refuses: Refuses
 ) -> None:
-    model = Net()
+    model, place = Net(), "blocks.1"
     trainable = values.is_floating_point() or values.is_complex()
     model.get_submodule(place).weight = nn.Parameter(values, requires_grad=trainable)
     refuses(model, rf"parameter '{place}\.weight' .*{match}", dtype=dtype)
@@ -442,7 +423,6 @@ def test_too_little_memory(
         (torch.bfloat16, 3, 10_000, 'quantize the frozen weights (from_pretrained(quantize="int8"))'),
         (torch.float16, 3, 3_000, 'quantize the frozen weights (from_pretrained(quantize="nf4"))'),
         # not even that would do, or something exact does
-        (torch.bfloat16, 3, 1_000, HOST_REMEDY),
         (torch.float32, 3, 20_000, HOST_REMEDY),
         # most of it is trained
         (torch.bfloat16, 1, 131_000, HOST_REMEDY),
@@ -490,38 +470,10 @@ def test_a_control_group_counts(tmp_path: Path, refuses: Refuses, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("given", "nbytes"),
-    [
-        (None, None),
-        (1, 1),
-        ("16GiB", 1 << 34),
-        ("16 GB", 16 * 10**9),
-        (" 1.5KiB ", 1536),
-        ("0.5MB", 500_000),
-        ("3kB", 3000),
-        ("7B", 7),
-        ("2TiB", 1 << 41),
-    ],
+    [(None, None), (1, 1), ("16 GB", 16 * 10**9), (" 1.5KiB ", 1536), ("3kB", 3000), ("2TiB", 1 << 41)],
 )
 def test_amounts_of_memory(given: int | str | None, nbytes: int | None) -> None:
     assert parse_bytes("device_memory", given) == nbytes
-
-
-@pytest.mark.parametrize(
-    ("device", "host", "short"),
-    [
-        (100, 200, ""),
-        (99, 10**5, "the device needs 100 bytes and has 99 bytes (1 byte too few)"),
-        (10**5, 199, "the host needs 200 bytes and has 199 bytes (1 byte too few)"),
-    ],
-)
-def test_two_memories_are_checked_each_by_itself(device: int, host: int, short: str) -> None:
-    """The error names what is short, and nothing that is not."""
-    ledger = Ledger(device={"weight slots": 60, "gradient slots": 40}, host={"weights": 200})
-    if not short:
-        ledger.check(Room(device, host))
-        return
-    with pytest.raises(MemoryError, match=rf"^not enough memory for the model: {re.escape(short)}: "):
-        ledger.check(Room(device, host))
 
 
 # --- a wrapped model ----------------------------------------------------------------------------------
@@ -548,7 +500,7 @@ STAYS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.parametrize("place", ["", "blocks", "blocks.1", "single"])
+@pytest.mark.parametrize("place", ["", "blocks.1"])
 def test_moving_and_casting(place: str) -> None:
     match = r"cannot be moved or cast.*runs on 'cpu'.*call streamer\.unwrap\(model\) first"
     model = Net()
@@ -571,11 +523,8 @@ def test_moving_and_casting(place: str) -> None:
         step(model)
 
 
-@pytest.mark.parametrize("place", ["", "blocks", "blocks.1", "single"])
 @pytest.mark.parametrize(
-    "duplicate",
-    [copy.copy, pickle.dumps, lambda module: pickle.dumps([module])],
-    ids=["copy", "pickle", "in a list"],
+    ("duplicate", "place"), [(copy.copy, "blocks.1"), (pickle.dumps, ""), (pickle.dumps, "single")]
 )
 def test_copying_and_pickling(duplicate: Callable[[object], object], place: str) -> None:
     match = (
@@ -611,9 +560,7 @@ def weight() -> nn.Parameter:
 
 CHANGES: dict[str, Change] = {
     "another layer": lambda model: model.blocks.__setitem__(1, linear()),
-    "one more layer": lambda model: model.blocks.append(linear()),
     "a layer deleted": lambda model: model.blocks.__delitem__(1),
-    "the last one deleted": lambda model: setattr(model, "blocks", model.blocks[:2]),
     "layers reordered": lambda model: setattr(model, "blocks", nn.ModuleList(reversed(model.blocks))),
 }
 #: What leaves the list of layers as it is.
@@ -622,7 +569,6 @@ GAINS: dict[str, Change] = {
         1, nn.Sequential(model.blocks[1], linear())
     ),
     "another head": lambda model: setattr(model, "single", linear()),
-    "another weight": lambda model: setattr(model.single, "weight", weight()),
     "one more weight": lambda model: setattr(model.single, "more", weight()),
     "a module in a layer": lambda model: setattr(model.blocks[1], "more", linear()),
 }
@@ -649,8 +595,7 @@ def test_a_layer_that_moves_to_the_next_list_is_noticed() -> None:
             model(X)
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(("name", "grad"), in_turn(CHANGES, [False, True]))
 def test_changing_the_layers(name: str, grad: bool) -> None:
     """They are refused until the model is wrapped again; then it trains as it is."""
     match = r"after streamer.wrap: call streamer.unwrap\(model\), change the model, and wrap it again"
@@ -680,26 +625,6 @@ def test_parameters_that_a_model_gains(name: str) -> None:
         for (path, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert (mine.grad is None) == (theirs.grad is None), path
             assert mine.grad is None or torch.equal(mine.grad, theirs.grad), path
-
-
-def test_changing_what_has_no_parameters_works() -> None:
-    """As in plain PyTorch; a module that is put around a layer, as `torch.distributed` does, calls it."""
-    with wrapped() as model:
-        model.single = nn.Identity()
-        model.blocks[1] = nn.Sequential(model.blocks[1], nn.Tanh())
-        expected = copy.deepcopy(model)
-        assert torch.equal(model(X), expected(X))
-        step(model)
-
-
-def test_changes_are_looked_for_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    checks: list[object] = []
-    check = Structure.check
-    monkeypatch.setattr(Structure, "check", lambda self: checks.append(check(self)))
-    with wrapped() as model:
-        for passes in range(1, 4):
-            model(X).sum().backward()
-            assert len(checks) == passes + 1  # and before the first use of the root unit
 
 
 # --- layers that change what they are given -----------------------------------------------------------
@@ -755,10 +680,8 @@ def put(x: torch.Tensor, collected: dict[str, torch.Tensor]) -> None:
 
 #: What a layer does with its argument, and what makes that: lists handed from layer to layer, and caches.
 ARGUMENTS: dict[str, tuple[Callable[[torch.Tensor, Any], None], Callable[[], Any]]] = {
-    "empty list": (append, list),
     "list with a tensor": (append, lambda: [torch.zeros(1)]),
     "empty dict": (put, dict),
-    "dict with a tensor": (put, lambda: {"other": torch.zeros(1)}),
     "list in an object in a list in an object": (
         lambda x, cache: append(x, cache.layers[0].keys),
         lambda: Box(layers=[Box(keys=[torch.zeros(1)])]),
@@ -809,10 +732,8 @@ def test_optimizer_of_a_plain_model() -> None:
     [
         ("lr", -1e-3),
         ("lr", float("nan")),
-        ("lr", float("inf")),
         ("betas", 0.9),
         ("betas", (0.9, 1.0)),
-        ("betas", (-0.1, 0.999)),
         ("eps", -1e-8),
         ("weight_decay", -0.1),
     ],
@@ -845,8 +766,11 @@ def test_a_step_that_is_refused_is_not_counted() -> None:
         torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("where", ["constructor", "add_param_group", "step", "backward", "load_state_dict"])
-@pytest.mark.parametrize("option", ["maximize", "amsgrad", "differentiable", "decoupled_weight_decay"])
+PLACES = ["constructor", "add_param_group", "step", "backward", "load_state_dict"]
+UPDATES = ["maximize", "amsgrad", "differentiable", "decoupled_weight_decay"]
+
+
+@pytest.mark.parametrize(("where", "option"), in_turn(PLACES, UPDATES))
 def test_options_of_torch_that_change_updates(option: str, where: str) -> None:
     value = option != "decoupled_weight_decay"
     changed = {option: value, "weight_decay": 0.1}
@@ -867,19 +791,6 @@ def test_options_of_torch_that_change_updates(option: str, where: str) -> None:
                 optimizer.param_groups[0].update(changed)
                 model(X).sum().backward()
                 optimizer.step()
-
-
-def test_what_else_is_in_a_group_is_kept() -> None:
-    # with the options of torch.optim.Adam, which without weight decay is AdamW
-    kept = {"name": "all", "lr_scale": 0.5, "decoupled_weight_decay": False, "weight_decay": 0.0}
-    unchanging = {"maximize": False, "amsgrad": False, "foreach": None, "fused": True, "capturable": False}
-    with wrapped() as model:
-        optimizer = streamer.AdamW([{"params": list(model.parameters()), **kept, **unchanging}])
-        model(X).sum().backward()
-        optimizer.step()
-        optimizer.load_state_dict(optimizer.state_dict())
-        assert (kept | unchanging).items() <= optimizer.param_groups[0].items()
-        assert {float(optimizer.state[param]["step"]) for param in model.parameters()} == {1.0}
 
 
 PUBLIC: dict[str, Callable[[nn.Module], object]] = {
@@ -904,19 +815,6 @@ def test_functions_on_a_plain_model(name: str) -> None:
     with pytest.raises(ValueError, match=match):
         PUBLIC[name](model)
     assert not Path("never-written.json").exists()
-
-
-def test_optimizer_state_of_frozen_parameters_loads_again() -> None:
-    model = Net()
-    for param in (model.blocks[1].weight, model.embed.weight):
-        param.requires_grad_(False)
-    with wrapped(model):
-        optimizer = streamer.AdamW(model.parameters())
-        model(X).sum().backward()
-        optimizer.step()
-        state = copy.deepcopy(optimizer.state_dict())
-        optimizer.load_state_dict(state)
-        torch.testing.assert_close(optimizer.state_dict()["state"], state["state"], rtol=0, atol=0)
 
 
 def test_a_gradient_set_by_hand_waits_for_the_update_that_reads_the_last_one() -> None:

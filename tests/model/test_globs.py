@@ -109,9 +109,7 @@ HEADS = [f"transformer.h.{index}.{part}" for index in range(3) for part in ("att
     ("layers", "names"),
     [
         (MLPS, HEADS[1::2]),
-        ("transformer.h.*", [f"transformer.h.{index}" for index in range(3)]),
         ("transformer.h.?.m*p", HEADS[1::2]),
-        ("transformer.h.[02].mlp", HEADS[1::4]),
         ("*.h.1.*", ["transformer.h.1.ln_1", HEADS[2], "transformer.h.1.ln_2", HEADS[3]]),
         # of several globs the layers are in the model's order
         ([MLPS, ATTENTIONS], HEADS),
@@ -151,12 +149,7 @@ NEVER = "which has no forward and is never called: "
             "blocks.*.experts",
             f"'blocks.0.experts' is a ModuleList, {NEVER}give layers='blocks.*.experts.*', ",
         ),
-        (
-            "blocks.*.gates",
-            f"'blocks.0.gates' is a ModuleDict, {NEVER}give layers='blocks.*.gates.*', the mo",
-        ),
         ("blocks.*.scales", f"'blocks.0.scales' is a ParameterList, {NEVER}leave it out of layers="),
-        ("*s", f"'blocks' is a ModuleList, {NEVER}give layers='*s.*', the modules in it"),
         # no wildcard crosses a dot
         ("blocks.*.up", f"layers='blocks.*.up' matches no module. {KNOWN}"),
         (
@@ -189,16 +182,24 @@ def test_a_list_of_activations_has_one_for_each_part() -> None:
 # --- results ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep", "recompute+offload"])
-@pytest.mark.parametrize("num_slots", [1, 2, 6])
-@pytest.mark.parametrize("layers", [MLPS, [ATTENTIONS, MLPS], "transformer.h.*"], ids=str)
+@pytest.mark.parametrize(
+    ("layers", "num_slots", "activations"),
+    [
+        (MLPS, 1, "recompute"),
+        (MLPS, 2, "keep"),
+        ([ATTENTIONS, MLPS], 2, "recompute+offload"),
+        ([ATTENTIONS, MLPS], 6, "recompute"),
+        ("transformer.h.*", 1, "keep"),
+    ],
+    ids=str,
+)
 def test_parts_of_a_gpt_train_to_the_bit(layers: Any, num_slots: int, activations: str) -> None:
     model = tiny_gpt(dropout=0.1)
     options = {"num_slots": num_slots, "activations": activations, "backend": ThreadBackend(poison=True)}
     assert_parity(train_streamed(model, steps=3, layers=layers, **options), train_plain(model, steps=3))
 
 
-@pytest.mark.parametrize("options", [{}, {"update": "backward"}, {"dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize("options", [{"update": "backward"}, {"dtype": torch.bfloat16}], ids=str)
 def test_parts_have_the_results_of_whole_layers(options: dict[str, Any]) -> None:
     options = {"steps": 3, "clip": False, **options}
     whole = train_streamed(tiny_gpt(), layers="transformer.h", **options)
@@ -221,9 +222,16 @@ def tied(model: Net) -> None:
     model.head.weight = model.embed.weight
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
-@pytest.mark.parametrize("num_slots", [1, 3])
-@pytest.mark.parametrize("change", [lambda model: None, frozen, tied], ids=["plain", "frozen", "tied"])
+@pytest.mark.parametrize(
+    ("change", "num_slots", "activations"),
+    [
+        (lambda model: None, 1, "recompute"),
+        (lambda model: None, 3, "keep"),
+        (frozen, 3, "recompute"),
+        (tied, 1, "keep"),
+    ],
+    ids=["one slot", "kept", "frozen", "tied"],
+)
 def test_experts_of_which_some_are_called_train_to_the_bit(
     change: Callable[[Net], None], num_slots: int, activations: str
 ) -> None:
@@ -251,13 +259,6 @@ def test_experts_of_which_some_are_called_train_to_the_bit(
     assert called == plain and plain[0] != plain[1]
     assert not any("blocks.2.experts.3" in names for names in plain)
     assert_parity(actual, expected)
-
-
-def test_the_gradient_of_an_expert_that_is_not_called_is_none() -> None:
-    with streamed(net(), layers=EXPERTS) as model:
-        language_loss(model, 0).backward()
-        grads = [expert.up.weight.grad for expert in model.blocks[0].experts]
-        assert [grad is None for grad in grads] == [False, False, True, True]
 
 
 def test_micro_batches_of_parts() -> None:
@@ -313,31 +314,6 @@ def test_the_advice_for_a_part_that_cannot_be_cut_works() -> None:
 # --- the life of a model ------------------------------------------------------------------------------
 
 
-def test_inference_hooks_copies_and_state() -> None:
-    plain = net().eval()
-    tokens = batch(0)
-    state = copy.deepcopy(plain.state_dict())
-    with torch.no_grad():
-        expected = plain(tokens)
-    model = streamer.wrap(copy.deepcopy(plain), device="cpu", layers=[EXPERTS, GATES])
-    seen: list[torch.Tensor] = []
-    model.blocks[1].register_forward_hook(lambda module, args, output: seen.append(output.detach()))
-    with torch.no_grad():
-        model.load_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
-        assert not model(tokens).any()
-        model.load_state_dict(state)
-        assert torch.equal(model(tokens), expected)
-    assert len(seen) == 2 and list(model.state_dict()) == list(state)
-    model.load_state_dict(state)
-    torch.testing.assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)
-    copied, block = copy.deepcopy(model), copy.deepcopy(model.blocks[1])
-    streamer.unwrap(model)
-    for module in (*model.modules(), *copied.modules(), *block.modules()):
-        assert "forward" not in vars(module)
-    with torch.no_grad():
-        assert torch.equal(copied(tokens), expected) and torch.equal(model(tokens), expected)
-
-
 def test_a_checkpoint_goes_on_with_other_layers(tmp_path: Path) -> None:
     def run(layers: Any, load: Path | None, save: Path | None) -> dict[str, torch.Tensor]:
         with streamed(tiny_gpt(), layers=layers) as model:
@@ -362,33 +338,6 @@ def test_a_checkpoint_goes_on_with_other_layers(tmp_path: Path) -> None:
     torch.testing.assert_close(results[1:], results[:1] * 3, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_for_a_model_on_the_meta_device(dtype: torch.dtype) -> None:
-    def init(module: nn.Module) -> None:
-        if isinstance(module, nn.LayerNorm | nn.Linear | nn.Embedding):
-            nn.init.constant_(module.weight, 0.1)
-            if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)
-        if isinstance(module, Block):  # a parent's values come after its parts have moved
-            nn.init.constant_(module.experts[1].down.weight, 0.2)
-            module.calls.zero_()
-
-    with torch.device("meta"):
-        model = Net()
-    streamer.wrap(model, device="cpu", layers=EXPERTS, dtype=dtype, init=init)
-    language_loss(model, 0).backward()
-    streamer.unwrap(model)
-    expected = Net().apply(init).state_dict() | {"blocks.1.calls": torch.tensor(1.0)}
-    for name in ("blocks.1.experts.0.up.weight", "blocks.1.norm.weight", "blocks.1.calls"):
-        assert torch.equal(model.state_dict()[name], expected[name])
-    # a write to what has moved to host memory already is rounded to its dtype, to half a unit in the last
-    # place: [Note: masters]
-    name = "blocks.1.experts.1.down.weight"
-    half = torch.finfo(dtype).eps / 2 if dtype == torch.bfloat16 else 0.0
-    rounded = expected[name].to(dtype).float()
-    torch.testing.assert_close(model.state_dict()[name], rounded, rtol=half, atol=0)
-
-
 def test_a_plan_has_the_bytes_that_wrap_takes() -> None:
     layers = [MLPS, ATTENTIONS]
     with torch.device("meta"):
@@ -401,19 +350,6 @@ def test_a_plan_has_the_bytes_that_wrap_takes() -> None:
         assert wrapped(shape).planned == wrapped(model).planned
         assert {owner: plan.device_bytes[owner] for owner in held} == held
     shape(torch.zeros(2, 8, dtype=torch.long, device="meta")).sum().backward()
-
-
-def test_a_part_that_was_replaced_is_refused() -> None:
-    with streamed(net(), layers=EXPERTS) as model:
-        model.blocks[1].experts[0] = Expert(64)
-        with pytest.raises(ValueError, match=r"layer 'blocks\.1\.experts\.0' was replaced or removed"):
-            model(batch(0))
-
-
-def test_compiled_parts() -> None:
-    options: dict[str, Any] = {"steps": 2, "layers": [MLPS, ATTENTIONS]}
-    model = tiny_gpt()
-    assert_same(train_streamed(model, compile="eager", **options), train_streamed(model, **options))
 
 
 def test_pytorchs_own_encoder_layer_takes_no_short_cut_past_its_parts(
@@ -457,8 +393,9 @@ def labelled_loss(model: nn.Module, step: int) -> torch.Tensor:
     return model(input_ids=tokens, labels=tokens).loss
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True])
-@pytest.mark.parametrize("layers", [LLAMA, "model.layers.*.*.*_proj"], ids=str)
+@pytest.mark.parametrize(
+    ("layers", "reentrant"), [(LLAMA, None), ("model.layers.*.*.*_proj", False), (LLAMA, True)], ids=str
+)
 def test_a_hugging_face_model_trains_to_the_bit(layers: Any, reentrant: bool | None) -> None:
     model = llama().train()
     if reentrant is not None:
@@ -478,18 +415,6 @@ def test_a_hugging_face_model_generates_with_its_cache(tmp_path: Path) -> None:
     assert "model.layers.0.mlp" in unit_names(model)
     assert torch.equal(model.generate(batch(0)[:, :5], **options), expected)
     streamer.unwrap(model)
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-def test_adapters_in_parts() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        r=2, lora_dropout=0.1, target_modules=["q_proj", "up_proj"], init_lora_weights=False
-    )
-    model = peft.get_peft_model(llama(), config)
-    expected = train_plain(model, steps=2, loss_of=labelled_loss)
-    layers = [f"base_model.model.{pattern}" for pattern in LLAMA]
-    assert_parity(train_streamed(model, steps=2, loss_of=labelled_loss, layers=layers), expected)
 
 
 # --- layers that are too large ------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -34,18 +33,6 @@ def built(layers: int = 3, seed: int = 0, **options: object) -> GPT:
     return given_values(model, **options)
 
 
-def test_parameters_are_the_same_objects_and_have_values() -> None:
-    model = shape()
-    objects = list(model.parameters())
-    objects[0].marked = True
-    given_values(model)
-    assert all(new is old for new, old in zip(model.parameters(), objects, strict=True))
-    assert model.lm_head.weight is model.transformer.wte.weight
-    assert objects[0].marked
-    assert {(param.device.type, param.requires_grad) for param in objects} == {("cpu", True)}
-    assert all(param.isfinite().all() for param in objects)
-
-
 def test_the_seed_decides_and_the_number_of_layers_does_not() -> None:
     three, again, five, other = built(3), built(3), built(5), built(3, seed=1)
     for name, value in three.state_dict().items():
@@ -56,20 +43,6 @@ def test_the_seed_decides_and_the_number_of_layers_does_not() -> None:
             assert not torch.equal(other.state_dict()[name], value), name
     weights = [layer.attn.c_attn.weight for layer in five.transformer.h]
     assert not any(torch.equal(a, b) for a in weights for b in weights if a is not b)
-
-
-def test_a_second_model_is_another_one_and_random_numbers_go_on() -> None:
-    torch.manual_seed(0)
-    random.seed(0)
-    python_state = random.getstate()
-    first, second = (given_values(shape()) for _ in range(2))
-    drawn = torch.rand(3)
-    assert not torch.equal(first.lm_head.weight, second.lm_head.weight)
-    torch.manual_seed(0)
-    for _ in range(2):
-        torch.randint(2**62, ())  # one draw for each model
-    assert torch.equal(torch.rand(3), drawn)
-    assert random.getstate() == python_state
 
 
 def test_training_goes_on_from_the_values_as_from_any_others() -> None:
@@ -154,34 +127,6 @@ def test_each_module_is_given_once_children_first_on_the_device_without_gradient
     assert seen[-1] is model
     blocks = set(model.transformer.h.modules()) - {model.transformer.h}
     assert set(seen[: len(blocks)]) == blocks
-
-
-class Marked(nn.Parameter):
-    """A parameter of a class of its own."""
-
-
-def test_a_parameter_keeps_its_class_and_a_shared_buffer_is_shared() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.ModuleList([nn.Linear(4, 4)]), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
-        model[0][0].weight = Marked(torch.empty(4, 4))
-        model[2].running_mean = model[1].running_mean
-    given_values(model, layers="0", init=init_with_buffers)
-    assert type(model[0][0].weight) is Marked
-    assert type(model[0][0].bias) is nn.Parameter
-    assert model[2].running_mean is model[1].running_mean
-
-
-def test_a_root_without_parameters_is_given_too() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    seen: list[nn.Module] = []
-
-    def init(module: nn.Module) -> None:
-        seen.append(module)
-        init_with_buffers(module)
-
-    given_values(model, layers="", init=init)
-    assert seen == [*model, model]
 
 
 # What is refused

@@ -112,28 +112,6 @@ def steps(*numbers: int, loss_of: Callable[[nn.Module, int], torch.Tensor] = lan
     return loop
 
 
-# --- losses -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
-def test_two_backwards_through_parts_that_they_share(activations: str) -> None:
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        losses = []
-        for step in range(4):
-            tokens = batch(step)
-            hidden = model.hidden(tokens[:, :-1])
-            first = F.cross_entropy(model.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
-            second = hidden.square().mean()
-            first.backward(retain_graph=True)
-            (second * 0.1).backward(retain_graph=step == 2)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses += [first.item(), second.item()]
-        return losses
-
-    compare(loop, activations=activations)
-
-
 # --- optimizers ---------------------------------------------------------------------------------------
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -186,12 +164,6 @@ def halved(optimizer: torch.optim.Optimizer) -> None:
         state["exp_avg"] = state["exp_avg"] * 0.5
 
 
-def merged(optimizer: torch.optim.Optimizer) -> None:
-    for param in optimizer.state:
-        optimizer.state[param] |= {"exp_avg": torch.zeros_like(param), "of the user": 1}
-        assert optimizer.state[param].pop("of the user") == 1
-
-
 def exchanged(optimizer: torch.optim.Optimizer) -> None:
     for param, state in list(optimizer.state.items()):
         optimizer.state[param] = copy.deepcopy(state)
@@ -202,11 +174,7 @@ def renewed(optimizer: torch.optim.Optimizer) -> None:
     optimizer.state = defaultdict(dict)
 
 
-def cleared(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.state.clear()
-
-
-@pytest.mark.parametrize("change", [halved, merged, exchanged, renewed, cleared])
+@pytest.mark.parametrize("change", [halved, exchanged, renewed])
 def test_moments_that_are_put_in_place_count(change: Callable[[torch.optim.Optimizer], None]) -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         losses = steps(0, 1, 2)(model, optimizer)
@@ -248,9 +216,8 @@ def test_a_closure_that_clips(kind: str) -> None:
 # --- saving parts of a model --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tensor_is_saved_without_its_neighbours(dtype: torch.dtype, tmp_path: Path) -> None:
-    with streamed(Net(), dtype=dtype) as model:
+def test_a_tensor_is_saved_without_its_neighbours(tmp_path: Path) -> None:
+    with streamed(Net(), dtype=torch.bfloat16) as model:
         for name in ("layers.1.down.bias", "head.bias"):
             for state in (model.state_dict(), dict(model.named_parameters())):
                 file = io.BytesIO()

@@ -166,17 +166,3 @@ def test_switching_to_eval_before_backward_changes_nothing_of_a_layer_that_is_ke
     match = "computed something else when it ran again in backward .wrap with activations='keep'"
     with streamed(gpt(), activations="recompute") as model, pytest.raises(RuntimeError, match=match):
         gradients(model)
-
-
-def test_autocast_gives_the_plain_result() -> None:
-    def loss(model: nn.Module, step: int) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return wide_loss(model, step)
-
-    reference = copy.deepcopy(gpt())
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(reference.parameters(), **CALM)
-    expected = train(reference, optimizer, None, steps=4, loss_of=loss)
-    for activations in ("recompute", "keep"):
-        with streamed(gpt(), activations=activations) as model:
-            optimizer = streamer.AdamW(model.parameters(), **CALM)
-            assert_parity(train(model, optimizer, None, steps=4, loss_of=loss), expected)
