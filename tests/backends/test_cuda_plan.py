@@ -134,7 +134,7 @@ def test_train_plans_with_what_pytorch_says_of_the_gpu() -> None:
     assert machine.flops_per_second == RTX_4090.flops_per_second
 
 
-@pytest.mark.parametrize("setting", settings(60), ids=str)
+@pytest.mark.parametrize("setting", settings(30), ids=str)
 def test_the_peak_is_the_plan(setting: Setting, gpu: Machine) -> None:
     planned = plan_step(*setting.begin(VirtualBackend(gpu))).device_total
     before = torch.cuda.memory_allocated()

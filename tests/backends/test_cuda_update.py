@@ -22,7 +22,7 @@ from tests.backends.test_cuda import (
     loss_of,
     on_cpu,
 )
-from tests.reference import assert_same, gradients, streamed, train
+from tests.reference import assert_same, gradients, in_turn, streamed, train
 
 LANES = [None, Lane.H2D, Lane.D2H, Lane.HOST, Lane.COMPUTE]
 
@@ -78,8 +78,7 @@ def run(lane: Lane | None, *, state_dtype: Any = torch.float32, **options: Any) 
 
 
 @pytest.mark.cuda_values
-@pytest.mark.parametrize("lane", LANES, ids=str)
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize(("lane", "activations"), in_turn(LANES, ["recompute", "keep"]), ids=str)
 def test_updates_in_backward_equal_those_in_step(lane: Lane | None, activations: str) -> None:
     actual = run(lane, update="backward", activations=activations)
     assert_same(actual, run(None, activations=activations))

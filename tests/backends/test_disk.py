@@ -25,7 +25,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamer.backends.direct_io import ALIGNMENT, MOST_STUCK, ScratchFile, System, direct_alignment
+from streamer.backends.direct_io import ALIGNMENT, MOST_STUCK, ScratchFile, System
 from streamer.backends.disk import BLOCK_BYTES, Direction, Extent, Scratch
 from streamer.backends.host_memory import mapped
 from streamer.errors import DiskError
@@ -98,9 +98,9 @@ class Disk:
 # what is read is what was written
 
 
-@pytest.mark.parametrize("direct_io", ["require", "off"])
-@pytest.mark.parametrize("drives", [1, 2, 3])
-@pytest.mark.parametrize("in_flight", [1, 4])
+@pytest.mark.parametrize(
+    ("direct_io", "drives", "in_flight"), [("require", 1, 4), ("require", 3, 1), ("off", 2, 4), ("off", 1, 1)]
+)
 def test_what_is_read_is_what_was_written(folder: Path, direct_io: str, drives: int, in_flight: int) -> None:
     sizes = [1, 4095, 4096, 4097, SMALL, 3 * SMALL + 5, 1 << 20, (5 << 20) + 1]
     options = {"direct_io": direct_io, "in_flight": in_flight, "block_bytes": 1 << 20}
@@ -119,7 +119,7 @@ def test_what_is_read_is_what_was_written(folder: Path, direct_io: str, drives: 
         assert scratch.allocated_bytes == moved
 
 
-@examples(40)
+@examples(20)
 @given(
     blocks=st.integers(1, 12),
     drives=st.integers(1, 3),
@@ -185,18 +185,7 @@ def test_a_part_is_of_what_is_there(folder: Path) -> None:
         assert torch.equal(block, buffer_of(scratch, extent.nbytes, 3)[:ALIGNMENT])
 
 
-def test_a_larger_buffer_is_used_from_its_start(folder: Path) -> None:
-    with Scratch([folder]) as scratch:
-        extent = scratch.extent(SMALL)
-        scratch.allocate()
-        scratch.write(extent, buffer_of(scratch, 3 * SMALL, 1))
-        into = buffer_of(scratch, 2 * SMALL)
-        scratch.read(extent, into)
-        assert torch.equal(into[:SMALL], buffer_of(scratch, 3 * SMALL, 1)[:SMALL])
-        assert torch.equal(into[SMALL:], buffer_of(scratch, SMALL)), "beyond the extent"
-
-
-@examples(60)
+@examples(30)
 @given(
     sizes=st.lists(st.integers(1, 40 * ALIGNMENT), min_size=1, max_size=8),
     drives=st.integers(1, 4),
@@ -254,8 +243,8 @@ def test_a_transfer_uses_both_drives_at_once(folder: Path) -> None:
         assert len(disk.calls) == 8
 
 
-@pytest.mark.parametrize("in_flight", [1, 3])
-def test_so_many_pieces_are_in_flight(folder: Path, in_flight: int) -> None:
+def test_so_many_pieces_are_in_flight(folder: Path) -> None:
+    in_flight = 3
     together = threading.Barrier(in_flight)
     disk = Disk()
     with Scratch([folder], in_flight=in_flight, block_bytes=SMALL, system=disk.system()) as scratch:
@@ -331,161 +320,7 @@ def test_the_file_has_no_name_and_takes_its_bytes_at_once(
     assert list(home.iterdir()) == []
 
 
-def test_scratch_that_is_garbage_is_closed(folder: Path) -> None:
-    home = folder / "garbage"
-    home.mkdir()
-    scratch = Scratch([home])
-    threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("streamer-disk")}
-    assert len(threads) == 2 * 4
-    scratch.write_one = scratch.write  # type: ignore[attr-defined]  # a circle
-    del scratch
-    gc.collect()
-    assert descriptors(home) == []
-
-
-KILLED = """
-import sys
-from streamer.backends.disk import Scratch
-from streamer.backends.host_memory import mapped
-
-with Scratch(sys.argv[1:]) as scratch:
-    extents = [scratch.extent(32 << 20) for _ in range(16)]
-    scratch.allocate()
-    buffer = mapped(scratch.padded(32 << 20), in_forks=False)
-    print("written", flush=True)
-    while True:
-        for extent in extents:
-            scratch.write(extent, buffer)
-            print("written", flush=True)
-"""
-
-
-@pytest.mark.parametrize("writes", [0, 5])
-def test_a_process_that_is_killed_leaves_nothing(folder: Path, writes: int) -> None:
-    folders = [folder / f"{name}{writes}" for name in ("killed", "striped")]
-    for path in folders:
-        path.mkdir()
-    command = [sys.executable, "-W", "ignore", "-c", KILLED, *map(str, folders)]
-    with subprocess.Popen(command, cwd=HOME, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        try:
-            for _ in range(1 + writes):
-                assert child.stdout.readline() == "written\n"
-            # held open here, one can see how many names and bytes the killed process leaves
-            links = [
-                link
-                for link in Path(f"/proc/{child.pid}/fd").iterdir()
-                if os.readlink(link).startswith(f"{folder}/")
-            ]
-            files = [link.open("rb") for link in links]
-            assert len(files) == 2
-        finally:
-            os.kill(child.pid, signal.SIGKILL)
-        child.wait(PATIENCE)
-    for file in files:
-        found = os.fstat(file.fileno())
-        assert found.st_size == 256 << 20
-        # no name, and no descriptor but this one: the kernel frees the bytes with it
-        assert found.st_nlink == 0
-        file.close()
-    assert [list(path.iterdir()) for path in folders] == [[], []]
-
-
-def test_a_killed_process_gives_its_space_back(tmp_path: Path) -> None:
-    """On a small file system of its own, where nobody else writes."""
-    if (
-        os.geteuid()
-        or subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode
-    ):
-        pytest.skip("mounts a file system: needs root")
-    program = KILLED.replace("32 << 20", "1 << 20")
-    child = f"{sys.executable} -W ignore -c '{program}' {tmp_path}/m"
-    script = f"""
-set -e
-mkdir {tmp_path}/m
-mount -t tmpfs -o size=64m tmpfs {tmp_path}/m
-free() {{ stat -f -c %f {tmp_path}/m; }}
-empty=$(free)
-{child} > {tmp_path}/out & pid=$!
-until [ "$(grep -c written {tmp_path}/out)" -gt 3 ]; do kill -0 $pid; done
-[ $(free) -le $((empty - 16 * 256)) ]
-kill -9 $pid
-wait $pid || true
-[ $(free) -eq $empty ]
-ls -A {tmp_path}/m
-"""
-    done = subprocess.run(
-        ["unshare", "--mount", "bash", "-c", script],
-        cwd=HOME,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
-
-
 # bad folders, full disks
-
-
-@pytest.mark.parametrize(
-    ("path", "message", "number"),
-    [
-        ("missing", r"this process sees no such folder: make it, or give", errno.ENOENT),
-        ("file", r"is not a folder: give a folder", errno.ENOTDIR),
-        ("file/below", r"this process sees no such folder", errno.ENOENT),
-        ("/proc/self", r"this process can make no file there \(.*\): change the folder's permissions", None),
-    ],
-)
-def test_a_folder_that_cannot_be_used_is_said(
-    folder: Path, tmp_path: Path, path: str, message: str, number: int | None
-) -> None:
-    (tmp_path / "file").write_text("")
-    before = descriptors(folder)
-    with pytest.raises(DiskError, match=message) as raised:
-        Scratch([folder, tmp_path / path])
-    assert str(raised.value).startswith(f"disk={tmp_path / path}")
-    assert "\n" not in str(raised.value)
-    assert number is None or raised.value.errno == number
-    assert descriptors(folder) == before, "the first folder's file is still open"
-
-
-def test_a_folder_without_permission_is_said(tmp_path: Path) -> None:
-    def denied(path: str, flags: int, mode: int) -> int:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    with pytest.raises(DiskError, match=r"can make no file there \(Permission denied\)") as raised:
-        Scratch([tmp_path], system=System(open=denied))
-    assert raised.value.errno == errno.EACCES
-
-
-@pytest.mark.parametrize(
-    ("changed", "mode", "said"),
-    [
-        ("scratch", 0o555, r"can make no file there \(Permission denied\)"),
-        (".", 0o000, "sees no such folder"),
-    ],
-)
-def test_the_permissions_of_folders_count(changed: str, mode: int, said: str) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        home = Path(name)
-        home.chmod(0o755)
-        (home / "scratch").mkdir()
-        (home / changed).chmod(mode)
-        program = f"""
-import os
-from streamer.backends.disk import Scratch
-if not os.geteuid():  # who may do anything
-    os.seteuid(65534)
-try:
-    Scratch([{str(home / "scratch")!r}])
-except OSError as error:
-    print(type(error).__name__, error)
-"""
-        command = [sys.executable, "-c", program]
-        done = subprocess.run(command, cwd=HOME, capture_output=True, text=True, check=True)
-        home.chmod(0o700)
-    assert re.match(rf"DiskError disk={home}/scratch: this process {said}: ", done.stdout), done.stdout
 
 
 def test_a_disk_that_is_too_full_is_said_before_anything_is_allocated(folder: Path) -> None:
@@ -514,7 +349,6 @@ def test_a_disk_that_is_too_full_is_said_before_anything_is_allocated(folder: Pa
     ("number", "message"),
     [
         (errno.ENOSPC, r"has no room: 1048576 bytes .* free space"),
-        (errno.EDQUOT, r"has no room: 1048576 bytes .* free space"),
         (errno.EFBIG, r"allocating 1048576 bytes at offset 65536 .*\(File too large\): give another folder"),
     ],
 )
@@ -553,23 +387,6 @@ def test_what_cannot_be_allocated_changes_nothing(folder: Path, number: int, mes
             scratch.write(refused, buffer_of(scratch, 2 << 20))
 
 
-def test_extents_may_be_added_later(folder: Path) -> None:
-    with Scratch([folder]) as scratch:
-        one = scratch.extent(SMALL)
-        scratch.allocate()
-        scratch.write(one, buffer_of(scratch, SMALL, 1))
-        other = scratch.extent(SMALL)
-        with pytest.raises(RuntimeError, match=r"is not allocated: call allocate\(\) first"):
-            scratch.write(other, buffer_of(scratch, SMALL, 2))
-        scratch.allocate()
-        scratch.write(other, buffer_of(scratch, SMALL, 2))
-        for seed, extent in ((1, one), (2, other)):
-            into = buffer_of(scratch, SMALL)
-            scratch.read(extent, into)
-            assert torch.equal(into, buffer_of(scratch, SMALL, seed))
-        assert scratch.cached_bytes() == 0
-
-
 # direct I/O and the page cache
 
 
@@ -592,7 +409,7 @@ def test_direct_io_leaves_the_page_cache_alone(folder: Path) -> None:
 @pytest.mark.parametrize("direction", Direction)
 def test_without_direct_io_pages_are_dropped(folder: Path, direction: Direction) -> None:
     with Scratch([folder], direct_io="off", in_flight=2) as scratch:
-        extent = scratch.extent(128 << 20)
+        extent = scratch.extent(64 << 20)
         scratch.allocate()
         scratch.write(extent, buffer_of(scratch, extent.nbytes, 1))
         if direction is Direction.READ:
@@ -668,7 +485,7 @@ def test_a_failed_trial_is_an_error_of_the_disk(folder: Path) -> None:
     assert descriptors(folder) == []
 
 
-@pytest.mark.parametrize(("told", "alignment"), [(None, 4096), (512, 4096), (4096, 4096), (16384, 16384)])
+@pytest.mark.parametrize(("told", "alignment"), [(None, 4096), (512, 4096), (16384, 16384)])
 def test_the_alignment_is_the_drives(folder: Path, told: int | None, alignment: int) -> None:
     with Scratch([folder], system=System(direct_alignment=lambda fd: told)) as scratch:
         assert scratch.alignment == alignment
@@ -686,12 +503,6 @@ def test_the_alignment_is_the_drives(folder: Path, told: int | None, alignment: 
             start = -buffer.data_ptr() % alignment
             scratch.write(extent, buffer[start:])
             scratch.read(extent, buffer[start:])
-
-
-def test_the_kernel_tells_a_power_of_two_or_nothing(folder: Path) -> None:
-    with Scratch([folder]):
-        told = direct_alignment(descriptors(folder)[0])
-    assert told is None or (told >= 512 and told & (told - 1) == 0)
 
 
 # faults
@@ -754,7 +565,7 @@ FAULTS = st.one_of(
 )
 
 
-@examples(150)
+@examples(60)
 @given(
     faults=st.lists(FAULTS, max_size=40),
     sizes=st.lists(st.integers(1, 30 * ALIGNMENT), min_size=1, max_size=4),
@@ -828,16 +639,15 @@ def assert_told(error: DiskError, folder: Path, verb: str, met: list[Fault]) -> 
     assert sum(fault.part < 1 for fault in met) >= MOST_STUCK
 
 
-@pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize(
-    ("number", "fix"),
+    ("number", "fix", "direction"),
     [
-        (errno.EIO, "the drive failed, 'dmesg' has more of it"),
-        (errno.ENOSPC, "free space on its file system"),
-        (errno.EDQUOT, "raise the quota"),
-        (errno.ENODEV, "the drive is gone"),
-        (errno.EINVAL, "no such direct I/O: give another folder"),
-        (errno.EPERM, "give another folder"),
+        (errno.EIO, "the drive failed, 'dmesg' has more of it", Direction.READ),
+        (errno.ENOSPC, "free space on its file system", Direction.WRITE),
+        (errno.EDQUOT, "raise the quota", Direction.WRITE),
+        (errno.ENODEV, "the drive is gone", Direction.READ),
+        (errno.EINVAL, "no such direct I/O: give another folder", Direction.WRITE),
+        (errno.EPERM, "give another folder", Direction.READ),
     ],
 )
 def test_an_error_in_mid_transfer_is_one_line(
@@ -866,8 +676,7 @@ def test_an_error_in_mid_transfer_is_one_line(
         assert len(disk.met) == 3, "pieces were moved after the error"
 
 
-@pytest.mark.parametrize("direction", Direction)
-def test_a_transfer_that_moves_nothing_ends(folder: Path, direction: Direction) -> None:
+def test_a_transfer_that_moves_nothing_ends(folder: Path) -> None:
     disk = Faulty()
     with Scratch([folder], system=disk.system()) as scratch:
         extent = scratch.extent(SMALL)
@@ -876,17 +685,7 @@ def test_a_transfer_that_moves_nothing_ends(folder: Path, direction: Direction) 
         scratch.write(extent, buffer)
         disk.armed, disk.faults = True, [Fault(part=0.0)] * 1000
         with pytest.raises(DiskError, match=r"65536 bytes at offset 0 .* failed \(only 0 bytes were moved"):
-            (scratch.read if direction is Direction.READ else scratch.write)(extent, buffer)
-
-
-def test_a_file_that_was_cut_short_is_an_error(folder: Path) -> None:
-    with Scratch([folder]) as scratch:
-        extent = scratch.extent(4 * SMALL)
-        scratch.allocate()
-        scratch.write(extent, buffer_of(scratch, extent.nbytes, 1))
-        os.truncate(f"/proc/self/fd/{descriptors(folder)[0]}", SMALL)
-        with pytest.raises(DiskError, match=rf"reading {3 * SMALL} bytes at offset {SMALL} "):
-            scratch.read(extent, buffer_of(scratch, extent.nbytes))
+            scratch.write(extent, buffer)
 
 
 def test_the_drive_is_at_rest_when_a_transfer_has_failed(folder: Path) -> None:
@@ -916,29 +715,6 @@ def test_the_drive_is_at_rest_when_a_transfer_has_failed(folder: Path) -> None:
         with pytest.raises(DiskError, match="at offset 0 "):
             scratch.write(extent, buffer)
         assert ended == [BLOCK_BYTES]
-
-
-def test_an_error_of_one_thread_stops_the_others(folder: Path) -> None:
-    failing = threading.Event()
-    moved: list[int] = []
-
-    def pwritev(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        name = threading.current_thread().name
-        if name == "streamer-disk0-write-1":
-            failing.set()
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        if name == "streamer-disk0-write-0":  # and not the trial
-            failing.wait(PATIENCE)
-            moved.append(offset)
-        return os.pwritev(fd, buffers, offset)
-
-    with Scratch([folder], in_flight=2, block_bytes=ALIGNMENT, system=System(pwritev=pwritev)) as scratch:
-        extent = scratch.extent(2000 * ALIGNMENT)
-        scratch.allocate()
-        with pytest.raises(DiskError, match="Input/output error"):
-            scratch.write(extent, buffer_of(scratch, extent.nbytes, 1))
-        assert len(moved) < 1999, "all but the one that failed"
-        assert scratch.bytes_written == len(moved) * ALIGNMENT
 
 
 def test_ctrl_c_waits_for_what_is_moving(folder: Path) -> None:
@@ -986,15 +762,6 @@ def test_ctrl_c_waits_for_what_is_moving(folder: Path) -> None:
 # what would be a bug of the caller
 
 
-def test_what_was_never_written_cannot_be_read(folder: Path) -> None:
-    with Scratch([folder]) as scratch:
-        extent = scratch.extent(SMALL)
-        scratch.allocate()
-        with pytest.raises(RuntimeError, match="cannot be right: it was never written"):
-            scratch.read(extent, buffer_of(scratch, SMALL))
-        assert scratch.bytes_read == 0
-
-
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
@@ -1038,18 +805,24 @@ def test_a_race_for_an_extent_is_an_error(
         scratch.write(extent, into)
 
 
-@pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "message", "direction"),
     [
         (
             lambda: mapped(ALIGNMENT, in_forks=False),
             r"buffer of 4096 bytes for an extent of 5000, of which 8192 move",
+            Direction.READ,
         ),
-        (lambda: mapped(4 * ALIGNMENT, in_forks=False)[512:], r"does not begin at a multiple of 4096"),
-        (lambda: mapped(4 * ALIGNMENT, in_forks=False).view(torch.int8), r"torch.int8.*: give flat uint8"),
-        (lambda: mapped(4 * ALIGNMENT, in_forks=False).view(2, -1), r"shape \(2, 8192\): give flat uint8"),
-        (lambda: mapped(4 * ALIGNMENT, in_forks=False)[::2], r"give flat uint8"),
+        (
+            lambda: mapped(4 * ALIGNMENT, in_forks=False)[512:],
+            r"does not begin at a multiple of 4096",
+            Direction.WRITE,
+        ),
+        (
+            lambda: mapped(4 * ALIGNMENT, in_forks=False).view(2, -1),
+            r"shape \(2, 8192\): give flat uint8",
+            Direction.READ,
+        ),
     ],
 )
 def test_a_buffer_that_does_not_fit_is_refused(
@@ -1063,14 +836,6 @@ def test_a_buffer_that_does_not_fit_is_refused(
         with pytest.raises(ValueError, match=message):
             (scratch.read if direction is Direction.READ else scratch.write)(extent, make())
         scratch.read(extent, buffer_of(scratch, 5000))
-
-
-def test_an_extent_belongs_to_its_own_files(folder: Path) -> None:
-    with Scratch([folder]) as one, Scratch([folder]) as other:
-        extents = [scratch.extent(SMALL) for scratch in (one, other)]
-        one.allocate()
-        with pytest.raises(ValueError, match="of other scratch files"):
-            one.write(extents[1], buffer_of(one, SMALL, 1))
 
 
 @pytest.mark.parametrize(
@@ -1088,21 +853,6 @@ def test_options_out_of_range_are_said(folder: Path, options: dict[str, object],
         Scratch(**{"folders": [folder], **options})  # type: ignore[arg-type]
     with Scratch([folder]) as scratch, pytest.raises(ValueError, match="an extent of 0 bytes"):
         scratch.extent(0)
-
-
-def test_what_is_closed_says_so(folder: Path) -> None:
-    scratch = Scratch([folder])
-    extent = scratch.extent(SMALL)
-    scratch.allocate()
-    buffer = buffer_of(scratch, SMALL, 1)
-    scratch.close()
-    scratch.close()
-    for call in (scratch.read, scratch.write):
-        with pytest.raises(RuntimeError, match="the scratch files are closed"):
-            call(extent, buffer)
-    for late in (scratch.allocate, lambda: scratch.extent(1)):
-        with pytest.raises(RuntimeError, match="the scratch files are closed"):
-            late()
 
 
 def test_a_forked_process_cannot_use_it_and_does_no_harm(folder: Path) -> None:
@@ -1164,9 +914,7 @@ class Clock:
 @pytest.mark.parametrize(
     ("throttle", "writes", "reads"),
     [
-        ({}, 0.0, 0.0),
         ({Direction.READ: 8192.0}, 0.0, 1.0),
-        ({Direction.WRITE: 4096.0}, 2.0, 0.0),
         ({Direction.WRITE: 4096.0, Direction.READ: 16384.0}, 2.0, 0.5),
     ],
 )
@@ -1185,20 +933,6 @@ def test_a_throttled_transfer_takes_as_long_as_its_bytes(
         scratch.read(extent, buffer_of(scratch, ALIGNMENT), range(ALIGNMENT, 2 * ALIGNMENT))
         assert clock.now == 100 + writes + 1.5 * reads
         assert clock.threads <= {threading.current_thread()}
-
-
-def test_a_failed_transfer_is_not_slept_over(folder: Path) -> None:
-    clock = Clock()
-    disk = Faulty([Fault(number=errno.EIO)])
-    throttle = {Direction.WRITE: 1.0}
-    options = {"throttle": throttle, "clock": clock, "sleep": clock.sleep, "system": disk.system()}
-    with Scratch([folder], **options) as scratch:  # type: ignore[arg-type]
-        extent = scratch.extent(5000)
-        scratch.allocate()
-        disk.armed = True
-        with pytest.raises(DiskError):
-            scratch.write(extent, buffer_of(scratch, 5000, 1))
-    assert clock.slept == []
 
 
 ELSEWHERE = """

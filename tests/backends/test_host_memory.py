@@ -149,13 +149,6 @@ def test_both_versions_at_once(tree: Tree) -> None:
     assert available_bytes() == 1000
 
 
-def test_names_of_other_mounts_may_be_anything(tree: Tree) -> None:
-    tree.job(5000, 4000)
-    with (tree.folder / "proc" / "mountinfo").open("ab") as file:
-        file.write(b"32 24 0:28 / /mnt/\xff\xfe rw - ext4 /dev/sdb rw\n")
-    assert available_bytes() == 1000
-
-
 def test_statistics_that_are_not_there_say_nothing_of_the_cache(tree: Tree) -> None:
     tree.job(5000, 4000, inactive_file=100)
     (tree.folder / "cg/user/job/memory.stat").unlink()

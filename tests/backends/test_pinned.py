@@ -53,7 +53,7 @@ def blocks() -> PinnedBlocks:
     return PinnedBlocks(torch.device("cpu"))
 
 
-@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 3 * MIB + 1, 100_000_007])
+@pytest.mark.parametrize("nbytes", [1, 4096, 3 * MIB + 1])
 def test_a_block_is_zeroed_and_registered_in_its_exact_size(cudart: Cudart, nbytes: int) -> None:
     pinned = blocks()
     block = pinned.allocate(nbytes)

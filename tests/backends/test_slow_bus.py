@@ -39,7 +39,6 @@ class Clock:
         (Lane.H2D, 1000, 0.5, 10.0),  # the bus is what takes long
         (Lane.D2H, 1000, 0.5, 4.0),
         (Lane.H2D, 1000, 12.0, 12.0),  # memory is
-        (Lane.H2D, 0, 0.25, 0.25),
         (Lane.HOST, 1000, 0.5, 0.5),  # no bus
     ],
 )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from streamer.backends import thread
 from streamer.backends.base import Event, Lane, Latch, Span
 from streamer.backends.thread import HostEvent, ThreadBackend, Worker
 from tests.conftest import SHORT_COPY
-from tests.reference import POLICIES, assert_parity, tiny_gpt, train_plain, train_streamed
+from tests.reference import assert_parity, tiny_gpt, train_plain, train_streamed
 
 #: Seconds after which something that should happen at once is said not to happen.
 PATIENCE = 10.0
@@ -82,29 +81,6 @@ def test_work_starts_after_what_it_waits_for(backend: ThreadBackend) -> None:
     assert first.end <= second.start
 
 
-def test_each_lane_is_one_thread_and_compute_the_callers(backend: ThreadBackend) -> None:
-    names: dict[Lane, str] = {}
-
-    def note(lane: Lane) -> Callable[[], None]:
-        return lambda: names.update({lane: threading.current_thread().name})
-
-    for lane in Lane:
-        event = backend.submit(lane, note(lane), (), 0)
-        event.wait()
-        assert event.lane is lane
-        assert event.failed() is False
-    assert names == {
-        Lane.COMPUTE: threading.current_thread().name,
-        Lane.H2D: "streamer-h2d",
-        Lane.D2H: "streamer-d2h",
-        Lane.HOST: "streamer-host",
-        Lane.DISK_READ: "streamer-disk_read",
-        Lane.DISK_WRITE: "streamer-disk_write",
-        Lane.COLLECTIVE: "streamer-collective",
-        Lane.BARRIER: "streamer-barrier",
-    }
-
-
 def test_an_error_travels_through_waits_with_its_own_traceback(backend: ThreadBackend) -> None:
     ran: list[str] = []
     first = backend.submit(Lane.HOST, raise_oops, (), 0)
@@ -126,32 +102,16 @@ def test_an_error_travels_through_waits_with_its_own_traceback(backend: ThreadBa
         assert event.span() is None
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
-def test_no_error_ends_the_lane(worker: Worker, error: type[BaseException]) -> None:
+def test_no_error_ends_the_lane(worker: Worker) -> None:
     def work() -> None:
-        raise error
+        raise KeyboardInterrupt
 
     failed = worker.submit(work, ())
     ran: list[int] = []
     worker.submit(lambda: ran.append(1), ()).wait()
     assert ran == [1]
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         failed.wait()
-
-
-def test_close_runs_what_is_queued() -> None:
-    worker = Worker(Lane.HOST)
-    ran: list[int] = []
-    for i in range(50):
-        worker.submit(lambda i=i: ran.append(i), ())  # type: ignore[misc]
-    Worker.close_all([worker])
-    assert ran == list(range(50))
-
-
-def test_close_after_an_error_and_from_its_own_thread(worker: Worker) -> None:
-    worker.submit(raise_oops, ())
-    # as when a task drops the last reference to a model
-    worker.submit(lambda: Worker.close_all([worker]), ()).wait()
 
 
 def test_work_for_a_closed_lane_is_refused() -> None:
@@ -239,18 +199,6 @@ def test_a_short_copy_with_nothing_to_wait_for_runs_in_the_callers_thread(
     assert thread_of(backend, lane, [done]) == here
 
 
-@pytest.mark.parametrize(
-    "options", [{"delays": {Lane.H2D: lambda: 0.0}}, {"bytes_per_second": {Lane.H2D: 1e9}}]
-)
-def test_a_short_copy_on_a_slow_lane_does_not(short_copies: None, options: Any) -> None:
-    backend = ThreadBackend(**options)
-    try:
-        assert thread_of(backend, Lane.H2D) == "streamer-h2d"
-        assert thread_of(backend, Lane.D2H) == threading.current_thread().name
-    finally:
-        backend.close()
-
-
 def test_short_copies_stay_in_the_order_of_their_lane(short_copies: None, backend: ThreadBackend) -> None:
     ran: list[int] = []
     gate = HostEvent(Lane.COMPUTE)
@@ -262,19 +210,6 @@ def test_short_copies_stay_in_the_order_of_their_lane(short_copies: None, backen
     gate.finish(Span(0, 0, 0))
     events[-1].wait()
     assert (before, ran) == ([], [0, 1, 2]), "the first one has to wait, and so the others have"
-
-
-@pytest.mark.parametrize("by_its_wait", [False, True])
-def test_what_a_short_copy_raises_is_raised_by_who_waits(
-    short_copies: None, backend: ThreadBackend, by_its_wait: bool
-) -> None:
-    failed = backend.submit(Lane.D2H, raise_oops, (), 8)
-    if by_its_wait:
-        failed = backend.submit(Lane.H2D, lambda: None, [failed], 8)
-    for _ in range(2):
-        with pytest.raises(Oops):
-            failed.wait()
-    assert failed.failed() and failed.span() is None
 
 
 def test_ctrl_c_loses_no_short_copy(short_copies: None, backend: ThreadBackend) -> None:
@@ -292,10 +227,7 @@ def test_ctrl_c_loses_no_short_copy(short_copies: None, backend: ThreadBackend) 
     assert ran == ["interrupted", "streamer-h2d", "next"]
 
 
-@POLICIES
-def test_training_with_short_copies_is_plain_pytorchs(
-    monkeypatch: pytest.MonkeyPatch, activations: str
-) -> None:
+def test_training_with_short_copies_is_plain_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: set[str] = set()
     copy = ThreadBackend.copy
 
@@ -305,37 +237,6 @@ def test_training_with_short_copies_is_plain_pytorchs(
 
     monkeypatch.setattr(thread, "SHORT_COPY", SHORT_COPY)
     monkeypatch.setattr(ThreadBackend, "copy", copying)
-    options: dict[str, Any] = {"layers": "transformer.h", "activations": activations}
-    actual = train_streamed(tiny_gpt(4), backend=ThreadBackend(poison=True), num_slots=2, **options)
-    assert_parity(actual, train_plain(tiny_gpt(4)))
+    actual = train_streamed(tiny_gpt(4), backend=ThreadBackend(poison=True), num_slots=2, steps=3)
+    assert_parity(actual, train_plain(tiny_gpt(4), steps=3))
     assert threading.current_thread().name in threads
-
-
-def test_delay_comes_before_the_work_and_counts_as_waiting() -> None:
-    delays: list[float] = []
-
-    def delay() -> float:
-        delays.append(0.002)
-        return 0.002
-
-    backend = ThreadBackend(delays={Lane.H2D: delay, Lane.COMPUTE: delay})
-    spans = [backend.submit(lane, lambda: None, (), 0) for lane in Lane]
-    for event in spans:
-        event.wait()
-    backend.close()
-    assert len(delays) == 2, "one piece of work on each of the two lanes that are delayed"
-    for event in spans:
-        span = event.span()
-        assert span is not None
-        assert event.lane not in (Lane.H2D, Lane.COMPUTE) or span.start - span.ready >= 0.002
-
-
-def test_buffers_are_zeroed_and_copied(backend: ThreadBackend) -> None:
-    source, into = backend.host_buffer(5), backend.device_buffer(5)
-    assert [(b.dtype, b.tolist(), b.device.type) for b in (source, into)] == [
-        (torch.uint8, [0] * 5, "cpu")
-    ] * 2
-    source.copy_(torch.arange(5))
-    backend.copy(into, source)
-    assert into.tolist() == [0, 1, 2, 3, 4]
-    assert into.data_ptr() != source.data_ptr()
