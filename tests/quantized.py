@@ -139,10 +139,10 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
 
 
 def history(model: nn.Module) -> list[Any]:
-    """The losses and gradients of three steps, two of them with weights that were updated."""
+    """The losses and gradients of two steps, the second with weights that were updated."""
     optimizer = torch.optim.AdamW(trained(model), lr=1e-2, foreach=False)
     seen: list[Any] = []
-    for step in range(3):
+    for step in range(2):
         loss = loss_of(model, step)
         loss.backward()
         seen.append(loss.item())

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from streamer.backends.base import DISKS, Lane, Span
-from streamer.backends.disk import Scratch
-from streamer.backends.thread import ThreadBackend
+from streamer.backends.base import DISKS
 from streamer.cli.calibrate import command as calibration
-from streamer.cli.calibrate import measure as measuring
 from streamer.cli.calibrate.command import sizes_of
 from streamer.cli.calibrate.machine_file import load_machine
 from streamer.cli.calibrate.measure import (
     EXTENTS,
-    Measurements,
     Sizes,
-    Transfers,
-    measure,
-    while_all_work,
 )
 from streamer.cli.config import ConfigError, load_config
 from streamer.cli.main import main
-from streamer.planner.machine import NVME_READ, NVME_WRITE, Beside
+from streamer.planner.machine import NVME_READ, NVME_WRITE
 from tests.cli.common import HOME, refused
 
 CONFIGS = HOME / "configs"
@@ -89,47 +81,6 @@ def test_calibrate_writes_a_machine(
     assert all([*(tmp_path / name).iterdir()] == [] for name in folders)
 
 
-def test_other_load_changes_seconds_per_visit_no_more_than_its_own_share(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    per_op, steps = [2e-6, 8e-6, 5e-6], list[float]()
-    costs = measuring.VisitCosts(torch.device("cpu"), lambda: per_op.pop(0))
-    try:
-        # other processes make the machine slower from pair to pair, and slow down one step in three alone
-        of_library = 2 * measuring.LAYERS * 3e-4
-        for slower, alone in zip((1.0, 4.0, 2.5), (1.0, 1.0, 9.0), strict=True):
-            steps.append(alone * slower * (costs._ops * 2e-6 + of_library))
-        monkeypatch.setattr(measuring, "_seconds", lambda step: steps.pop(0))
-        assert costs.seconds() == pytest.approx(4.0 * 3e-4)
-        assert not (per_op or steps)
-    finally:
-        costs.close()
-
-
-def test_transfers_are_counted_as_they_move_bytes(tmp_path: Path) -> None:
-    with Scratch([tmp_path], direct_io="off") as scratch:
-        transfers = Transfers(scratch, 5000)
-        works = transfers.works()
-        assert {*works} == {*DISKS}
-        for lane, moved in zip(DISKS, ("bytes_read", "bytes_written"), strict=True):
-            before = getattr(scratch, moved)
-            for _ in range(EXTENTS + 1):
-                works[lane]()
-            assert getattr(scratch, moved) - before == (EXTENTS + 1) * transfers.nbytes
-
-
-def test_a_slow_disk_is_filled_no_longer_than_is_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measuring, "FILL_SECONDS", 0.0)
-    with Scratch([tmp_path], direct_io="off") as scratch:
-        transfers = Transfers(scratch, 5000)
-        works = transfers.works()
-        assert scratch.bytes_written == 2 * 2 * transfers.nbytes
-        for _ in range(3):
-            works[DISKS[0]]()
-
-
 @pytest.mark.filterwarnings("ignore:no direct I/O")  # temporary files may be in memory
 def test_what_a_disk_has_no_room_for_is_told_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -140,22 +91,6 @@ def test_what_a_disk_has_no_room_for_is_told_before_anything_is_measured(
     output = str(tmp_path / "machine.toml")
     error = refused(capsys, "calibrate", "--device", "cpu", "--disk", str(tmp_path), "--output", output)
     assert error.startswith(f"streamer: --disk: disk={tmp_path} has no room: ")
-
-
-def test_sixteen_bit_products_are_measured_beside_those_in_fp32() -> None:
-    backend = ThreadBackend()
-    try:
-        measurements = Measurements(backend, replace(TINY, dtype=torch.bfloat16))
-        found = measure(measurements, rounds=2, budget_seconds=0.0)
-        measurements.close()
-    finally:
-        backend.close()
-    assert {"flops_per_second", "fp32_flops_per_second"} <= found.keys()
-    assert {item.name for item in fields(Beside) if "disk" not in item.name} <= found.keys()
-    assert {len(values) for values in found.values()} == {2}
-    # what is left of a step without its operations: nothing, if other processes were in their way
-    assert min(found.pop("seconds_per_visit")) >= 0
-    assert min(min(values) for values in found.values()) > 0
 
 
 def test_sizes_are_those_of_the_config_within_limits() -> None:
@@ -177,26 +112,6 @@ def test_a_model_that_cannot_be_built_is_told() -> None:
     config = load_config(CONFIGS / "gpt2-demo.toml", ['model.factory="torch.nn:Identity"', "model.args={}"])
     with pytest.raises(ConfigError, match="the model of this config cannot be built: "):
         sizes_of(config, "cpu")
-
-
-@pytest.mark.parametrize(
-    ("compute", "host", "medians"),
-    [
-        # the first began before the others did, the last ended after them
-        ([(0, 4), (4, 6), (6, 8), (8, 20)], [(3, 5), (5, 6), (6, 9)], (2, 2)),
-        # of pieces that are never wholly beside those that are most count
-        ([(0, 6), (6, 16)], [(2, 9)], (6, 7)),
-    ],
-)
-def test_only_what_runs_beside_the_others_counts(
-    compute: list[tuple[int, int]], host: list[tuple[int, int]], medians: tuple[int, int]
-) -> None:
-    lanes = Lane.COMPUTE, Lane.HOST
-    spans = {
-        lane: [Span(start, start, end) for start, end in times]
-        for lane, times in zip(lanes, (compute, host), strict=True)
-    }
-    assert while_all_work(spans) == dict(zip(lanes, medians, strict=True))
 
 
 @pytest.mark.parametrize(

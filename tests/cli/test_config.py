@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
-import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from streamer.cli.config import (
     MOVED,
-    SECTIONS,
     dump_config,
     in_keys,
     load_config,
-    quoted,
-    toml_value,
     with_keys,
 )
 from streamer.cli.main import command_line
@@ -99,13 +92,6 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert "No such file" in found and str(path) in found
 
 
-def test_every_key_of_ours_is_described() -> None:
-    text = (HOME / "configs" / "README.md").read_text()
-    for name, kind in SECTIONS.items():
-        for key in kind.__dataclass_fields__:
-            assert f"`{key}`" in text, f"configs/README.md has no {name}.{key}"
-
-
 def test_options_of_the_command_are_keys() -> None:
     parsed = command_line().parse_args(["train", "x", "--lora-rank", "8", "--lr", "1e-4", "--data", "a", "b"])
     assert (vars(parsed)["lora.r"], vars(parsed)["train.learning_rate"]) == ("8", "1e-4")
@@ -118,20 +104,3 @@ def test_messages_of_the_library_name_keys() -> None:
     )
     assert in_keys("set micro_batch_size, or lr=3") == "set stream.micro_batch_size, or train.learning_rate=3"
     assert in_keys("host_memory=None") == "no stream.host_memory"
-
-
-values = st.recursive(
-    st.booleans()
-    | st.integers(-(2**62), 2**62)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@given(values)
-def test_values_are_written_as_toml_reads_them(value: object) -> None:
-    assert tomllib.loads(f"value = {toml_value(value)}")["value"] == value
-    [word] = shlex.split(quoted("table.key", value))
-    assert word.startswith("table.key=")

@@ -126,14 +126,6 @@ def test_tables_and_columns(llama: Path, tmp_path: Path) -> None:
     assert [len(part) for part in found] == [5, 1]
 
 
-def test_files_that_changed_are_read_again(llama: Path, tmp_path: Path) -> None:
-    path = file(tmp_path, "a.jsonl", *({"text": f"{number}"} for number in range(3)))
-    of_run, tokenizer = config(llama, tmp_path, path), load_tokenizer(str(llama))
-    assert len(load_data(of_run, tokenizer, seed=0)[0]) == 2
-    file(tmp_path, "a.jsonl", *({"text": f"{number}"} for number in range(9)))
-    assert len(load_data(of_run, tokenizer, seed=0)[0]) == 8
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [

@@ -175,9 +175,7 @@ def test_a_folder_becomes_a_trained_model(tmp_path: Path) -> None:
     assert "gpt2-demo" in place.streamer(["configs"]), "by the script that the wheel brings"
     command = [*COMMAND, *sets('train.output_dir="runs/full"')]
     run, out = place.work / "runs" / "full", place.work / "out"
-    process = place.start(
-        ["data", *command, "--show", "1"], ["plan", *command], ["train", *command], start_new_session=True
-    )
+    process = place.start(["data", *command, "--show", "1"], ["train", *command], start_new_session=True)
     third = run / f"checkpoint-{3 * STEPS_A_SAVE}" / "trainer_state.json"
     while not third.exists():
         assert process.poll() is None, process.communicate()[0]
@@ -185,7 +183,6 @@ def test_a_folder_becomes_a_trained_model(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     shown = process.communicate()[0]
     assert "train: 60 documents of " in shown and "⟦" in shown
-    assert ": fits" in shown
     assert not (run / "summary.json").exists(), "it was to be killed before its end"
     finishing = [["plot", "runs/full"], ["export", "runs/full", "--to", out.name]]
     told = place.streamer(["train", *command, "--resume"], *finishing)

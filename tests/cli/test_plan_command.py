@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shlex
@@ -18,8 +17,7 @@ from torch import nn
 
 from bench import plans
 from bench.common import RESULTS
-from streamer.backends.base import Lane
-from streamer.cli.calibrate.machine_file import dump_machine, machine
+from streamer.cli.calibrate.machine_file import dump_machine
 from streamer.cli.config import load_config, quoted
 from streamer.cli.main import main
 from streamer.cli.plan.command import figures
@@ -51,23 +49,6 @@ max_length = 32
 per_device_train_batch_size = 8
 learning_rate = 1e-3
 """
-
-
-class Decides(nn.Module):
-    """Asks for a value in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(256, 16)
-        self.transformer = nn.ModuleDict({"h": nn.ModuleList(nn.Linear(16, 16) for _ in range(3))})
-        self.head = nn.Linear(16, 256)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.transformer["h"]:
-            x = layer(x) if x.sum().item() > 0 else x
-        logits: torch.Tensor = self.head(x)
-        return logits
 
 
 class Light(nn.Module):
@@ -155,46 +136,6 @@ def test_the_plan_as_people_read_it(gpt: str, capsys: pytest.CaptureFixture[str]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-MIXTRAL = {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
-
-
-@pytest.mark.filterwarnings("ignore")  # of the library
-def test_experts_cost_what_the_tokens_take_that_meet_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
-    options = sets(
-        "stream.dtype=bfloat16",
-        "train.max_length=32",
-        "train.per_device_train_batch_size=64",
-        "stream.micro_batch_size=64",
-    )
-    # a folder, or the file alone, in place of a config
-    rows = [planned(capsys, str(path), *options)[1] for path in (tmp_path, tmp_path / "config.json")]
-    assert rows[0] == rows[1]
-    attention, norms, router, ends = 4 * 64 * 64, 2 * 64, 4 * 64, 2 * 128 * 64 + 64
-    expert = 3 * 64 * 128
-    met = 2 * (attention + norms + router + 2 * expert) + ends
-    assert rows[0]["parameters"] == 2 * (attention + norms + router + 4 * expert) + ends
-    tokens = 64 * 32
-    assert rows[0]["model_flops"] == 6 * met * tokens
-    # forward, forward again, backward; no product for embeddings, and the products of attention on top
-    products = 2 * (attention + router + 2 * expert) + 128 * 64
-    attended = 2 * 2 * 32 * 64 * 4  # layers, scores and values, keys, width; forward twice and backward
-    assert rows[0]["executed_flops"] == pytest.approx((8 * products + attended) * tokens, rel=0.1)
-
-
 def test_a_table_of_machines_and_batch_sizes(gpt: str, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = [gpt, "--machines", "rtx-4090,h100-pcie", "--batch-sizes", "4,8"]
     code, rows = planned(capsys, *chosen)
@@ -280,36 +221,6 @@ def test_several_gpus(config: str, capsys: pytest.CaptureFixture[str]) -> None:
         main(["plan", config, "--ranks", "0"])
 
 
-@pytest.mark.parametrize(("name", "pays"), [("h100-sxm", True), ("rtx-4090", False)])
-def test_gathering_weights_is_proposed_where_gpus_have_links_of_their_own(
-    config: str, capsys: pytest.CaptureFixture[str], name: str, pays: bool
-) -> None:
-    wide = "model.args.n_embd=2048"
-    code, found = planned(capsys, config, "--machine", name, "--ranks", "4", *sets(wide))
-    assert code == 0
-    proposed = [one for one in found["faster"] if one["changes"] == {"stream.gather_weights": True}]
-    assert bool(proposed) is pays
-    gathered = plan_of(config, wide, "stream.gather_weights=true", on=machine(name, 4))
-    assert gathered.fits
-    assert (gathered.tokens_per_second > 1.05 * found["tokens_per_second"]) is pays
-    assert gathered.step.prediction.busy_seconds[Lane.H2D] < 0.5 * found["busy_seconds"]["h2d"]
-    assert gathered.step.device_bytes == found["device_bytes"]
-    assert gathered.host_bytes == found["host_bytes"]
-
-
-def test_options_of_the_host_and_of_the_compiler_change_no_plan(config: str) -> None:
-    changed = plan_of(config, "stream.host_threads=1", "stream.compile=true")
-    assert figures(changed) == figures(plan_of(config))
-
-
-def test_the_largest_batch_is_one(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _, found = planned(capsys, config, "--device-memory", "60MiB", *sets("stream.num_slots=2"))
-    best = found["largest_batch"]["batch_size"]
-    for size, fits in ((best, True), (best + max(2, best // 8), False)):
-        limit = "stream.device_memory='60MiB'", "stream.num_slots=2"
-        assert plan_of(config, *limit, f"train.per_device_train_batch_size={size}").fits is fits
-
-
 def test_what_would_make_it_fit_does(gpt: str, capsys: pytest.CaptureFixture[str]) -> None:
     big = "train.per_device_train_batch_size=64", "stream.num_slots=2"
     code, found = planned(capsys, gpt, *sets(*big), "--device-memory", "44MiB")
@@ -339,33 +250,6 @@ def test_a_host_that_is_too_small(config: str, capsys: pytest.CaptureFixture[str
     assert "optimizer.state_dtype" in last and ", the host lacks " in last
 
 
-def test_remedies_that_are_not_needed_in_the_end_are_left_out(
-    config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Inputs that wait in host memory take it from moments: then micro-batches alone are enough."""
-    given = "stream.num_slots=2", "train.per_device_train_batch_size=64"
-    whole, small = (plan_of(config, *given, f"stream.micro_batch_size={size}") for size in (64, 16))
-    least = (small.step.allocated + whole.step.allocated) // 2
-    code, found = planned(capsys, config, *sets(*given), "--device-memory", f"{least}B")
-    assert code == 2
-    assert found["mend"]["changes"] == {"stream.micro_batch_size": 16}
-
-
-@pytest.mark.parametrize(("share", "is_tight"), [(0.91, True), (0.89, False)])
-def test_a_host_that_is_nearly_full_is_tight(
-    config: str,
-    share: float,
-    is_tight: bool,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    needed = plan_of(config).host_needed
-    host = replace(MACHINES["rtx-4090"], host_bytes=int(needed / share))
-    monkeypatch.setattr("streamer.cli.calibrate.machine_file.machine", lambda *_: host)
-    assert main(["plan", config, "--machine", "any"]) == 0
-    assert ("fits, but tight: " in capsys.readouterr().out) is is_tight
-
-
 def test_which_machine_is_assumed_and_that_times_are_bounds(
     config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,14 +272,6 @@ def test_which_machine_is_assumed_and_that_times_are_bounds(
         "the GPU and the memory found here, with its rates by its data sheet; GPU 22.00 GiB, host 100.00 GiB"
     )
     assert f"\nmachine: {why}\n" in capsys.readouterr().out
-
-
-def test_a_plan_that_takes_long_says_that_it_goes_on(
-    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("streamer.cli.plan.command.SILENCE", 0.0)
-    assert main(["plan", config]) == 0
-    assert "1 steps planned\n2 steps planned\n" in capsys.readouterr().err
 
 
 def test_on_the_cpu_a_budget_is_that_of_buffers_and_saved_inputs(
@@ -422,11 +298,6 @@ def test_slots_that_do_not_fit(config: str, capsys: pytest.CaptureFixture[str]) 
     device, _ = [line for line in lines if line.startswith("  needed")]
     assert tensors.endswith("of 292.97 KiB (stream.device_memory): DOES NOT FIT")
     assert device.endswith("of 24.00 GiB: fits")
-
-
-def test_where_no_larger_batch_was_looked_for(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", config])
-    assert "largest batch that fits (with two slots): 512 or more" in capsys.readouterr().out
 
 
 def test_a_machine_of_one_memory_is_told_that_streaming_gains_nothing(
@@ -533,23 +404,3 @@ def test_a_reader_that_has_read_enough_is_no_error(
         monkeypatch.setattr("sys.stdout", pipe)
         assert main(["plan", config]) == 141
     assert capfd.readouterr().err == ""
-
-
-def test_an_error_of_no_file_is_told(
-    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def plan(*_: object, **__: object) -> bool:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("streamer.cli.plan.command.plan", plan)
-    assert refused(capsys, config) == "streamer: No space left on device\n"
-
-
-def test_the_short_list_of_auto_is_shown(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    auto = [config, "--set", 'stream.activations="auto"']
-    _, found = planned(capsys, *auto)
-    assert main(["plan", *auto]) == 0
-    told, *listed = capsys.readouterr().out.splitlines()
-    assert told == found["chosen"]
-    assert listed[: len(found["considered"])] == found["considered"]
-    assert [line for line in listed if line.endswith("'keep' in all layers (chosen)")]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import streamer
-from streamer.backends.base import DISKS, SPECIAL, Lane
+from streamer.backends.base import DISKS
 from streamer.backends.disk import Disks, Scratch
 from streamer.cli.build import build_optimizer, import_factory, wrap_options
 from streamer.cli.config import Config, load_config, with_keys
@@ -25,7 +25,7 @@ from streamer.model.options import parse_bytes
 from streamer.planner.machine import MACHINES
 from streamer.store import on_disk
 from tests.cli.common import sets
-from tests.cli.test_plan_command import SMALL, Light, plan_of, planned, refused, written
+from tests.cli.test_plan_command import SMALL, Light, plan_of, planned, written
 
 pytestmark = pytest.mark.usefixtures("each_plan_is_made_once")
 
@@ -135,13 +135,6 @@ def test_a_real_step_moves_the_planned_bytes(
     assert tuple(b - a for a, b in zip(few, many, strict=True)) == plan.disk_moved
 
 
-def test_what_is_not_there_is_not_told(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _, found = planned(capsys, config)
-    assert not [key for key in found if "disk" in key and found[key] is not None]
-    assert found["busy_seconds"].keys() == {lane.value for lane in Lane if lane not in SPECIAL}
-    assert "disk" not in printed(capsys, config)
-
-
 def test_a_disk_that_is_not_needed(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, config, *sets('stream.disk="/nvme"'))
     assert "\nthe disk is not needed: all fits into host memory\n" in out
@@ -208,42 +201,3 @@ def test_a_budget_without_a_disk_that_would_help(config: str, capsys: pytest.Cap
     assert "stream.disk" not in found["mend"]["changes"] and found["with_disk"] is not None
     amount = f"{sum(found['with_disk']['disk_bytes'].values()) / (1 << 20):.2f} MiB"
     assert f", or with --set stream.disk=DIR: {amount} would be on disk" in printed(capsys, *bf16)
-
-
-def test_a_disk_does_not_help_where_even_the_rings_are_too_much(
-    config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = [config, *sets('stream.host_memory="1MB"', 'stream.disk="/nvme"')]
-    code, found = planned(capsys, *small)
-    assert code == 2 and not found["fits_host"] and not found["disk_bytes"]
-    assert "stream.host_memory needs" in found["beyond_disk"]
-    out = printed(capsys, *small)
-    assert "\nthe disk does not help: not enough memory for the model with what can be on disk there: " in out
-    # nor is one named where none was given
-    assert "disk" not in printed(capsys, config, *sets('stream.host_memory="1MB"'))
-
-
-def test_what_is_on_disk_leaves_room_for_layer_inputs_that_wait(config: str) -> None:
-    found = plan_of(config, *LIMITED, "stream.activations='recompute+offload'")
-    assert found.fits and found.host_bytes["saved inputs"] == 12 * 8 * 32 * 64 * 4
-    assert found.on_disk > plan_of(config, *LIMITED).on_disk
-
-
-def test_the_machines_memory_limits_what_stays(
-    config: str, capsys: pytest.CaptureFixture[str], machine: Callable[..., None]
-) -> None:
-    """Without a budget, what the machine has."""
-    in_memory = plan_of(config)
-    least = in_memory.host_needed - in_memory.host_bytes["exp_avg"] // 2
-    machine(host_bytes=least)
-    code, found = planned(capsys, config, "--machine", "any", *sets('stream.disk=["/a", "/b"]'))
-    assert code == 0 and found["host_needed"] <= least and found["disk_bytes"]
-
-
-def test_auto_knows_the_budget(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    auto = sets('stream.activations="auto"', "stream.num_slots=2")
-    code, found = planned(capsys, config, *auto, *ON_DISK)
-    assert code == 0 and found["disk_bytes"] and found["chosen"]
-    assert "stream.host_memory needs" in refused(
-        capsys, config, *auto, *sets(f'stream.host_memory="{BUDGET}"')
-    )

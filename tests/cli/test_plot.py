@@ -14,12 +14,10 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib (pip install 
 
 from matplotlib.colors import to_hex
 
-from streamer.backends.base import Lane
 from streamer.cli import plot as plotting
 from streamer.cli.main import main
 from streamer.cli.plan import timeline
 from streamer.cli.plot import plot
-from streamer.engine.schedule.op import OpKind
 from tests.cli.common import refused
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -127,61 +125,6 @@ def test_the_timeline_labels_every_gap_of_compute(
     of_last = [*of_step[:3], (0.8, 0.15, "////", "#ffffff")]
     assert boxes == [*of_step, *((round(x + 1, 3), *rest) for x, *rest in of_last)]
     assert timeline.OUTSIDE in [text.get_text() for text in drawn["timeline.png"].legends[0].get_texts()]
-
-
-def test_whatever_runs_is_in_the_timeline(tmp_path: Path, drawn: dict[str, Any]) -> None:
-    """An op of each kind, one after the other: a box of a colour of its own, with its label."""
-    kinds = [kind for kind in OpKind if kind.value not in timeline.NOT_SHOWN]
-    rows = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": lane.name}}
-        for row, lane in enumerate(Lane)
-    ]
-    ops = [
-        {"name": f"0{kind.value}@0", "ph": "X", "pid": 0, "tid": [*Lane].index(kind.lane), "args": {}}
-        | {"ts": 100.0 * number, "dur": 100.0}
-        for number, kind in enumerate(kinds)
-    ]
-    trace = tmp_path / "trace.json"
-    trace.write_text(json.dumps({"traceEvents": rows + ops}))
-    timeline.draw_between(trace, tmp_path / "timeline.png", 0.0, 100.0 * len(kinds))
-    axes, legend = drawn["timeline.png"].axes[0], drawn["timeline.png"].legends[0]
-    boxes = [bar for bar in axes.patches if bar.get_hatch() is None]
-    assert len({to_hex(bar.get_facecolor()) for bar in boxes}) == len(boxes) == len(kinds)
-    labels = [text.get_text() for text in legend.get_texts()]
-    assert set(labels) - {timeline.OUTSIDE} == {label for _, label in timeline.COLOURS.values()}
-
-
-def test_several_runs_share_a_picture_and_one_that_trains_has_no_timeline(
-    tmp_path: Path, drawn: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = [a_run(tmp_path / name, ended=False) for name in ("one", "two")]
-    assert main(["plot", *map(str, runs), "--to", str(tmp_path / "here")]) == 0
-    assert [path.name for path in (tmp_path / "here").iterdir()] == ["training.png"]
-    labels = [line.get_label() for line in drawn["training.png"].axes[0].lines]
-    assert labels == ["one, training", "one, validation", "two, training", "two, validation"]
-    capsys.readouterr()
-    assert main(["plot", str(runs[0])]) == 0
-    told = f"{runs[0]} has not ended: lanes and the timeline are drawn of a run that has"
-    assert told in capsys.readouterr().out
-    assert [path.name for path in (runs[0] / "plots").iterdir()] == ["training.png"]
-
-
-@pytest.mark.parametrize("name", ["training", "lanes", "timeline"])
-def test_no_part_of_a_picture_is_left(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, save = a_run(tmp_path / "one"), plotting.plt.Figure.savefig
-
-    def full(figure: Any, picture: Path, **options: Any) -> None:
-        save(figure, picture, **options)
-        if name in picture.name:
-            picture.write_bytes(b"")
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(plotting.plt.Figure, "savefig", full)
-    error = refused(capsys, "plot", str(run))
-    assert error == f"streamer: {run / 'plots' / name}.png: No space left on device"
-    assert all(path.stat().st_size for path in (run / "plots").iterdir())
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from streamer.cli.config import load_config
+from streamer.cli.config import Config, load_config
 from streamer.cli.main import main
-from streamer.cli.plan.planning import plan_run
+from streamer.cli.plan import command as command_module
+from streamer.cli.plan.planning import Models, RunPlan, plan_run
 from streamer.cli.shipped import config_path
 from streamer.errors import amount
-from streamer.planner.machine import named_machine
+from streamer.planner.machine import Machine, named_machine
 from tests.cli.test_plan_command import SMALL
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -41,6 +43,14 @@ def test_a_command_of_the_readme_runs(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
+    made: list[RunPlan] = []
+
+    def planned_once(config: Config, machine: Machine, models: Models | None = None) -> RunPlan:
+        """The plan of the command itself stands for its variants, which test_plan_command.py plans."""
+        made.extend([] if made else [plan_run(config, machine, models)])
+        return replace(made[0], config=config)
+
+    monkeypatch.setattr(command_module, "plan_run", planned_once)
     monkeypatch.chdir(Path(__file__).parents[2])
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "config.toml").write_text(SMALL)

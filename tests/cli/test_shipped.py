@@ -40,10 +40,6 @@ def test_configs_are_listed_and_copied(
     assert load_config(tmp_path / "mine.toml") == load_config(copied)
 
 
-def test_names_may_have_points() -> None:
-    assert shipped.config_path("gpt2-1.5b") == HOME / "configs" / "gpt2-1.5b.toml"
-
-
 @pytest.mark.parametrize("given", ["gpt2-demo", "gpt2-demo.toml", "configs/gpt2-demo.toml"])
 def test_a_config_of_streamers_own_is_found_from_any_folder(
     given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

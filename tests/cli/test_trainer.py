@@ -164,21 +164,6 @@ def test_the_best_checkpoint_and_early_stopping(capsys: pytest.CaptureFixture[st
         assert torch.equal(value, weights("run/model")[name]) and torch.equal(value, weights("again")[name])
 
 
-def test_the_last_weights_are_written_where_only_the_best_are_saved() -> None:
-    diverging = [
-        "train.learning_rate=1.0",
-        "train.lr_scheduler_type=constant_with_warmup",
-        "train.warmup_steps=1",
-    ]
-    only_best = ["train.save_strategy=best", "train.metric_for_best_model=loss", "train.eval_steps=1"]
-    assert main(command(*diverging, *only_best)) == 0
-    last, best = {"checkpoint-6"}, {"checkpoint-1"}
-    assert {path.name for path in Path("run").glob("checkpoint-*")} == last | best
-    assert main(["export", "run/checkpoint-6", "--to", "again"]) == 0
-    for name, value in weights("again").items():
-        assert torch.equal(value, weights("run/model")[name])
-
-
 @pytest.mark.parametrize("name", ["a.txt", "a.parquet", "a.jsonl"])
 def test_forms_of_files_and_a_report(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if name == "a.txt":
@@ -272,13 +257,6 @@ def test_models_that_take_other_arguments(
     assert (line in capsys.readouterr().out) is (kind == "bloom" and packing == "true")
     losses = [row["val_loss"] for row in logged(Path("run"), "val_loss")]
     assert losses[-1] < losses[0]
-
-
-def test_files_in_fp16_are_streamed_in_bf16(capsys: pytest.CaptureFixture[str]) -> None:
-    tiny_llama.write(Path("llama"), dtype=torch.float16)
-    assert main(command()) == 0
-    assert "llama has fp16 weights: they are streamed in bfloat16" in capsys.readouterr().out
-    assert {value.dtype for value in weights("run/model").values()} == {torch.bfloat16}
 
 
 def test_defaults_differ_from_the_trainers_where_the_documentation_says_so() -> None:

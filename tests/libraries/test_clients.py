@@ -32,7 +32,6 @@ from diffusers.training_utils import EMAModel
 from ema_pytorch import EMA
 from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 from torch import nn
-from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch_ema import ExponentialMovingAverage
 
@@ -290,94 +289,11 @@ def test_reads_after_a_step(client: str, dtype: torch.dtype) -> None:
 # --- writes through .data -------------------------------------------------------------------------------
 
 
-def clamp(run: Run) -> None:
-    for param in run.params:
-        param.data.clamp_(-0.2, 0.2)
-
-
-def rows(run: Run) -> None:
-    run.model.embed.weight.data[0].zero_()
-    run.model.layers[1].up.weight.data[0].zero_()
-    run.model.head.weight.data[:2] = 0.1
-    run.model.layers[2].norm.weight.data[:2] = 0.1
-
-
-def exchange_layers(run: Run, when: str) -> Any:
-    """What is read is an update's result, and goes where an update may still run."""
-    first, _, last = run.model.layers
-    for _ in run.steps(when):
-        for mine, theirs in zip(first.parameters(), last.parameters(), strict=True):
-            kept = mine.data.clone()
-            mine.data.copy_(theirs.data)
-            theirs.data.copy_(kept)
-
-
 #: Layers that are copied at every visit, and layers that stay in their slots.
 PLACES = {
     "paged": {"num_slots": 2, "activations": "recompute"},
     "resident": {"num_slots": 3, "activations": "keep"},
 }
-WHEN_AND_WHERE = [
-    ("before forward", "resident"),
-    ("after step", "resident"),
-    ("after backward", "paged"),
-    ("after step", "paged"),
-]
-
-
-@pytest.mark.parametrize(("when", "place"), WHEN_AND_WHERE)
-def test_layers_that_exchange_their_weights(when: str, place: str) -> None:
-    assert_same(partial(exchange_layers, when=when), layers="layers", **PLACES[place])
-
-
-def iterative_pruning(run: Run) -> Any:
-    """Prunes more of what is left after each step; the mask is a buffer that it replaces."""
-    pruned = [run.model.head, *(layer.up for layer in run.model.layers)]
-    masks = []
-    for _ in run.steps():
-        for module in pruned:
-            prune.l1_unstructured(module, "weight", amount=0.2)
-            module.weight_orig.data.mul_(module.weight_mask)
-            masks.append(module.weight_mask.clone())
-    return masks
-
-
-def pruned_net() -> nn.Module:
-    model = copy.deepcopy(net())
-    for module in (model.head, *(layer.up for layer in model.layers)):
-        prune.l1_unstructured(module, "weight", amount=0.2)
-        module.weight = module.weight.detach()  # so that the model can be copied
-    return model
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_pruning(place: str) -> None:
-    assert_same(iterative_pruning, pruned_net(), layers="layers", **PLACES[place])
-
-
-@pytest.mark.parametrize(("when", "place"), WHEN_AND_WHERE)
-def test_bf16_weights_that_were_written_are_what_runs_and_what_is_read(when: str, place: str) -> None:
-    """Masters have no plain counterpart. So this asks that all ways to the weights agree at each moment: what
-    the client reads, what is there when all is done, a plain copy, and what runs."""
-    model = copy.deepcopy(net()).bfloat16()
-    with wrapped(model, layers="layers", **PLACES[place]):
-        run = Run(model, streamer.AdamW(model.parameters(), **HYPER))
-        for step in run.steps(when):
-            clamp(run)
-            rows(run)
-            read = [param.detach().clone() for param in run.params]
-            assert not read[0][0].any()
-            assert max(param.abs().max().item() for param in read) == torch.tensor(0.2).bfloat16().item()
-            streamer.synchronize(model)
-            assert all(map(torch.equal, run.params, read))
-            plain = copy.deepcopy(model)
-            assert all(map(torch.equal, plain.parameters(), read))
-            with torch.no_grad():
-                assert torch.equal(token_loss(model, step), token_loss(plain, step))
-    if when == "after step":
-        assert all(map(torch.equal, run.params, read))
-
-
 # --- more that a training script does -------------------------------------------------------------------
 
 

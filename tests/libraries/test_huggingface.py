@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from tests.reference import (
     assert_as_plain,
     assert_equal,
     assert_parity,
-    assert_refused,
     batch,
     gradients,
     streamed,
@@ -182,22 +180,6 @@ def test_micro_batches(make: Any, layers: Any) -> None:
     options = {"layers": layers, "micro_batch_size": 2}
     assert_as_plain(plain, lambda model: model.generate(tokens, **settings), **options)
     assert_as_plain(plain, first_gradients, rtol=1e-4, atol=1e-6, **options)
-
-
-def test_batch_dims_of_an_argument_that_no_layer_is_given() -> None:
-    match = "layer 'model.layers.0' is given no argument 'masks'; .*'attention_mask'"
-    options = {"layers": "model.layers", "micro_batch_size": 1, "batch_dims": {"masks": 0}}
-    assert_refused(llama(), partial(loss, step=0), match, **options)
-
-
-def test_a_wrapped_model_keeps_its_class_and_keys() -> None:
-    plain = gpt2()
-    keys = list(plain.state_dict())
-    names = [name for name, _ in plain.named_parameters()]
-    with streamed(plain, layers="transformer.h") as model:
-        assert type(model) is GPT2LMHeadModel
-        assert list(model.state_dict()) == keys
-        assert [name for name, _ in model.named_parameters()] == names
 
 
 ON_DISK = {"": "disk"}

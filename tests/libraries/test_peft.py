@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
@@ -28,8 +27,6 @@ from tests.reference import (
     assert_equal,
     assert_parity,
     assert_same,
-    batch,
-    one_step,
     streamed,
     train,
     train_plain,
@@ -219,16 +216,6 @@ def test_a_frozen_base_takes_its_weight_and_nothing_else(issued: list[Op]) -> No
     assert not [op for op in issued if op.unit == ROOT and op.kind in (OpKind.STEP, OpKind.OFFLOAD_GRAD)]
 
 
-def test_dtype_casts_adapters_too_and_keeps_exact_masters() -> None:
-    with streamed(lora(), dtype=torch.bfloat16) as model:
-        optimizer = streamer.AdamW(model.parameters(), lr=1e-3)
-        train(model, optimizer, None, steps=2, loss_of=loss)
-        assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
-    adapters = [param for param in model.parameters() if param.requires_grad]
-    assert {param.dtype for param in model.parameters()} == {torch.float32}
-    assert not any(torch.equal(param, param.bfloat16().float()) for param in adapters)
-
-
 def files(folder: Path) -> dict[str, Any]:
     """What is in them; peft writes sets, in whatever order they are, into its config."""
     found: dict[str, Any] = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -265,43 +252,6 @@ def test_adapters_are_merged_before_unwrap_and_after() -> None:
     with streamed(model) as wrapped, torch.no_grad():
         merged = wrapped.merge_and_unload()
         torch.testing.assert_close(loss(merged, 0), expected)
-
-
-def preference(model: nn.Module, step: int) -> torch.Tensor:
-    """A loss against the base model, as of preference optimisation: the reference runs before backward."""
-    tokens = batch(step)
-    logits = model(tokens).logits
-    with torch.no_grad(), model.disable_adapter():
-        reference = model(tokens).logits
-    return F.kl_div(logits.log_softmax(-1), reference.log_softmax(-1), reduction="sum", log_target=True)
-
-
-def test_the_base_as_a_reference_model() -> None:
-    model = lora()
-    expected = train_plain(model, loss_of=preference, steps=3)
-    with streamed(model) as wrapped:
-        optimizer = streamer.AdamW(wrapped.parameters(), lr=1e-3, weight_decay=0.1)
-        clip = lambda: streamer.clip_grad_norm_(wrapped, 1.0)  # noqa: E731
-        assert_parity(train(wrapped, optimizer, clip, steps=3, loss_of=preference), expected)
-        for step in range(2):  # the first follows a read of the weights
-            missed = streamer.stats(wrapped).prefetch_misses
-            one_step(wrapped, optimizer, step, preference)
-        assert streamer.stats(wrapped).prefetch_misses == missed
-
-
-def switching(model: nn.Module, step: int) -> torch.Tensor:
-    model.set_adapter(["default", "second"][step % 2])
-    return loss(model, step)
-
-
-def test_two_adapters_in_turn() -> None:
-    model = lora()
-    torch.manual_seed(2)
-    model.add_adapter("second", peft.LoraConfig(target_modules=PROJECTIONS, r=8))
-    for name, param in model.named_parameters():
-        param.requires_grad_("lora" in name)  # so that both have room for gradients and moments
-    expected = train_plain(model, loss_of=switching, steps=4)
-    assert_parity(train_streamed(model, loss_of=switching, steps=4), expected)
 
 
 @POLICIES

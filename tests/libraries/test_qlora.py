@@ -186,15 +186,6 @@ def test_a_model_is_prepared_before_it_has_values(word: str, folder: Path) -> No
     assert_same_model(model, expected)
 
 
-def test_codes_that_are_stored_in_another_dtype(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As FSDP wants it. Of such codes many are NaN where they are taken for numbers."""
-    monkeypatch.setitem(QUANTIZATIONS, "nf4", partial(four_bits, bnb_4bit_quant_storage=BF16))
-    expected = qlora(folder, "nf4")
-    with wrapped(qlora(folder, "nf4")) as model:
-        assert_equal(history(model), history(expected))
-    assert_same_model(model, expected)
-
-
 def test_adapters_are_loaded_by_peft(folder: Path, tmp_path: Path) -> None:
     plain = qlora(folder, "nf4")
     with wrapped(qlora(folder, "nf4")) as model:
@@ -300,11 +291,6 @@ def test_a_whole_model_is_saved_while_it_is_wrapped(word: str, folder: Path, tmp
         assert_same_values(again, model)
 
 
-def refused(model: nn.Module, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        streamer.wrap(model, device="cpu")
-
-
 def test_nothing_to_train(folder: Path) -> None:
     match = (
         r"so nothing would be trained: add adapters, .* before streamer\.wrap \(in adapt= of streamer\.from"
@@ -323,39 +309,6 @@ def test_what_comes_after_wrap_and_should_come_before(folder: Path) -> None:
                 loss_of(changed, 0)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "torchao int8"])
-def test_quantized_weights_are_not_trained(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # PyTorch itself refuses it for whole numbers
-    monkeypatch.setitem(QUANTIZATIONS, "nf4", partial(four_bits, bnb_4bit_quant_storage=BF16))
-    model = qlora(folder, kind)
-    model.get_base_model().model.layers[1].mlp.up_proj.base_layer.weight.requires_grad_(True)
-    refused(model, r"up_proj\.base_layer\.weight' is a \w+, which .* cannot be trained: freeze it")
-
-
-def test_weights_that_are_quantized_in_each_forward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = partial(BitsAndBytesConfig, load_in_8bit=True, llm_int8_has_fp16_weight=True)
-    monkeypatch.setitem(QUANTIZATIONS, "nf4", config)
-    refused(
-        base(folder, "nf4"), r"q_proj\.weight' .* quantized anew in each forward .*llm_int8_has_fp16_weight"
-    )
-
-
-def test_two_quantizations_in_one_model(folder: Path) -> None:
-    def mixed() -> Any:
-        model, other = qlora(folder, "nf4"), qlora(folder, "torchao int8")
-        layers = model.get_base_model().model.layers
-        layers[1] = other.get_base_model().model.layers[1]
-        layers[0].mlp.up_proj = (
-            qlora(folder, "bitsandbytes int8").get_base_model().model.layers[0].mlp.up_proj
-        )
-        return model
-
-    expected = mixed()
-    with wrapped(mixed()) as model:
-        assert_equal(history(model), history(expected))
-    assert_same_model(model, expected)
-
-
 @pytest.mark.parametrize("kind", ["nf4", "bitsandbytes int8", "torchao int8"])
 def test_moves_and_casts(kind: str, folder: Path) -> None:
     with wrapped(qlora(folder, kind)) as model:
@@ -370,17 +323,6 @@ def test_moves_and_casts(kind: str, folder: Path) -> None:
         for moved in (model.get_base_model().half, model.get_base_model().float):
             with pytest.raises(ValueError, match="not supported for quantized model"):
                 moved()
-
-
-def test_weights_that_an_evaluation_has_packed_anew(folder: Path) -> None:
-    from bitsandbytes.functional import _convert_weight_packed_for_cpu
-
-    model = qlora(folder, "nf4")
-    weight = model.get_base_model().model.layers[1].mlp.up_proj.base_layer.weight
-    weight.data, weight.quant_state = _convert_weight_packed_for_cpu(weight.data, weight.quant_state)
-    refused(
-        model, r"up_proj\S+ was packed anew by an evaluation on the CPU.*load the model again, and wrap it"
-    )
 
 
 def test_an_evaluation_packs_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.libraries.test_huggingface import loss
-from tests.reference import POLICIES, VOCAB, assert_parity, streamed, train_plain, train_streamed
+from tests.reference import POLICIES, VOCAB, assert_parity, train_plain, train_streamed
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:::transformers")
@@ -53,12 +53,3 @@ def test_layers_share_keys_through_a_mapping(kind: str, sharing: int, activation
     model = gemma(kind, sharing)
     expected = train_plain(model, loss_of=loss, steps=2)
     assert_parity(train_streamed(model, loss_of=loss, steps=2, activations=activations), expected)
-
-
-@each_kind
-@pytest.mark.parametrize("sharing", [0, 2])
-def test_layers_that_share_keys_are_evaluated_in_micro_batches(kind: str, sharing: int) -> None:
-    model = gemma(kind, sharing).eval()
-    dims = dict.fromkeys(("per_layer_input",), 0)
-    with torch.no_grad(), streamed(model, micro_batch_size=2, batch_dims=dims) as wrapped:
-        torch.testing.assert_close(loss(wrapped, 0), loss(model, 0))

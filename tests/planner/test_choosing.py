@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,22 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import streamer
 from models.gpt2 import GPT
 from streamer.backends.base import Lane
 from streamer.backends.disk import Disks, Scratch
-from streamer.backends.thread import ThreadBackend
 from streamer.cli.config import Config, ConfigError, load_config, with_keys
 from streamer.cli.loop import train_own
 from streamer.cli.plan.planning import PROCESS_BYTES, plan_run, settle
 from streamer.engine.handle import wrapped
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
-from streamer.model.memory import room_of
-from streamer.planner.choose import Choice, Chosen, choose, sizes_below
-from streamer.planner.machine import Machine, context_bytes
+from streamer.planner.choose import Choice, Chosen, choose
+from streamer.planner.machine import Machine
 from streamer.planner.measure import Tracker
 from streamer.planner.model import skeleton
 from streamer.planner.step import CONTEXT, GAPS, WORKING_SET, Prediction, StepPlan
@@ -34,7 +29,6 @@ from streamer.store.ledger import SHARED, Room
 from tests.reference import VOCAB, assert_parity, batch, train, train_plain
 
 PREDICTION = Prediction(1.0, 1, {}, {Lane.H2D: 0.0})
-PLENTY = Room(1 << 40, 1 << 40)
 
 
 def test_what_a_step_needs_and_what_is_lacking() -> None:
@@ -119,38 +113,6 @@ def test_a_candidate_has_as_many_slots_as_fit(device: int, slots: int) -> None:
     assert [*chosen.considered] == [chosen.choice], "that with two slots is not listed"
 
 
-def test_steps_in_three_digits_as_fast_are_told_apart_by_memory() -> None:
-    def plan(choice: Choice) -> StepPlan:
-        return replace(
-            planned(choice), prediction=replace(PREDICTION, seconds=1.0001 if choice[0] == "keep" else 1.0)
-        )
-
-    assert choose(plan, ON_TWO, PLENTY, layers=4, batch=8).choice.activations == "recompute+offload"
-
-
-def test_options_that_are_not_auto_stay() -> None:
-    chosen = choose(planned, ("recompute", None, "auto"), Room(445, 400), layers=4, batch=8)
-    assert {choice[:2] for choice in chosen.considered} == {("recompute", None)}
-    assert chosen.choice == Choice("recompute", None, 1)
-
-
-def test_what_cuda_itself_takes_is_not_among_the_free_bytes() -> None:
-    class Gpu(ThreadBackend):
-        def device_available(self) -> int:
-            return 1000
-
-        def host_available(self) -> int:
-            return 2000
-
-    with closing(Gpu()) as backend:
-        backend.device = torch.device("cuda")
-        room = room_of(backend)
-    # a plan counts it, and tensors have what is free
-    plan = StepPlan({"slots": 900}, {CONTEXT: context_bytes("cuda")}, {}, PREDICTION, 2)
-    assert room.tensors == 1000
-    assert [tier.available - tier.needed for tier in plan.tiers(room)] == [100, 2000]
-
-
 def test_what_cannot_be_cut_is_left_out() -> None:
     def plan(choice: Choice) -> StepPlan:
         if choice.micro_batch_size is not None:
@@ -162,27 +124,6 @@ def test_what_cannot_be_cut_is_left_out() -> None:
     assert chosen.reason.endswith(". Micro-batches are left out: wrap with batch_dims={'mask': 0}")
     with pytest.raises(AmbiguousBatchError, match="wrap with batch_dims"):
         choose(plan, ("auto", 2, 4), Room(480, 400), layers=4, batch=8)
-
-
-def test_slices_are_not_too_many() -> None:
-    assert sizes_below(8) == [4, 2, 1]
-    assert sizes_below(256) == [128, 64, 32, 16, 8, 4, 2, 1]
-    assert sizes_below(257) == [256, 128, 64, 32, 16, 8, 4, 2]
-    assert sizes_below(1_000_000)[-1] == 4096
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_bar_counts_the_plans_on_a_terminal(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    stderr = Terminal() if is_terminal else io.StringIO()
-    monkeypatch.setattr("sys.stderr", stderr)
-    choose(planned, ON_TWO, PLENTY, layers=2, batch=1)
-    assert ("'auto': 0 plans" in stderr.getvalue()) is is_terminal
-    assert is_terminal or not stderr.getvalue()
 
 
 # --- plans of a model ----------------------------------------------------------------------------------
@@ -278,16 +219,6 @@ def test_what_is_given_is_kept() -> None:
     assert {choice.activations for choice in chosen.considered} == {tuple(policies)}
 
 
-def test_batch_dims_go_with_micro_batches_alone(config: Config) -> None:
-    model = gpt(2)
-    chosen = wrapped_auto(model, micro_batch_size="auto", batch_dims={"x": 0})
-    streamer.unwrap(model)
-    assert chosen.choice.micro_batch_size is None
-    given = with_keys(config, stream={"micro_batch_size": "auto", "batch_dims": {"x": 0}})
-    settled, _ = settle(given, replace(CPU, host_bytes=1 << 34))
-    assert (settled.stream.micro_batch_size, settled.stream.batch_dims) == (None, None)
-
-
 @pytest.mark.parametrize("device_memory", ["460kB", "10MB"])
 def test_the_device_takes_what_was_planned(device_memory: str) -> None:
     assert_device_takes_what_was_planned(gpt(), batch(0)[:, :-1], num_slots=2, device_memory=device_memory)
@@ -313,23 +244,6 @@ def assert_device_takes_what_was_planned(model: nn.Module, tokens: torch.Tensor,
 
 #: Of a GPT that is streamed in parts.
 PARTS = ("transformer.h.*.attn.*", "transformer.h.*.mlp.*")
-
-
-def test_a_step_of_parts_is_planned_where_that_of_layers_does_not_fit() -> None:
-    torch.manual_seed(0)
-    model = GPT(vocab_size=VOCAB, block_size=16, n_layer=1, n_head=2, n_embd=128)
-    options = {"num_slots": "auto", "device_memory": "1MB"}
-    tokens = batch(0)[:1, :4]
-    with pytest.raises(
-        MemoryError, match=r"the largest layer, 'transformer\.h\.0', takes .* stream its parts: "
-    ):
-        wrapped_auto(model, example=tokens, **options)
-    chosen = assert_device_takes_what_was_planned(
-        model, tokens, layers=PARTS, micro_batch_size="auto", **options
-    )
-    assert chosen.plan.allocated <= 1_000_000
-    with pytest.raises(MemoryError, match=r"takes \d+ bytes; device_memory=\d+ would do$"):
-        wrapped_auto(model, example=tokens, layers=PARTS, **options | {"device_memory": "300kB"})
 
 
 def test_where_nothing_fits_what_is_short_is_named() -> None:
@@ -366,44 +280,6 @@ def test_what_host_memory_has_no_room_for_is_planned_on_disk(tmp_path: Path) -> 
     streamer.AdamW(model.parameters())
     assert chosen.plan.disk_bytes == streamer.stats(model).disk_bytes != {}
     streamer.unwrap(model)
-
-
-def test_what_is_on_disk_leaves_room_for_layer_inputs_that_wait(tmp_path: Path) -> None:
-    """Which the example tells. Without one moments make room, if there are enough of them in memory."""
-    tokens, targets = batch(0)[:, :-1], batch(0)[:, 1:]
-
-    def step(model: nn.Module, optimizer: streamer.AdamW) -> torch.Tensor:
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    given = {
-        "activations": "recompute+offload",
-        "num_slots": 2,
-        "host_memory": "1.5MB",
-        "disk": Disks([tmp_path], partial(Scratch, direct_io="off")),
-    }
-    model = streamer.wrap(gpt(8), layers="transformer.h", device="cpu", **given | {"host_memory": "1.1MB"})
-    with pytest.raises(
-        MemoryError, match="saved inputs .*wrap with example=, a batch, to leave room for them"
-    ):
-        step(model, streamer.AdamW(model.parameters()))
-    streamer.unwrap(model)
-    losses = []
-    for options, has_example in ((given, True), (given, False), ({"activations": "recompute"}, True)):
-        model = gpt(8)
-        if has_example:
-            wrapped_auto(model, **options)
-        else:
-            streamer.wrap(model, layers="transformer.h", device="cpu", **options)
-        optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
-        losses.append(torch.stack([step(model, optimizer) for _ in range(3)]))
-        assert sum(streamer.stats(model).host_bytes.values()) <= 1_500_000 or options is not given
-        assert bool(streamer.stats(model).disk_bytes) == (options is given)
-        streamer.unwrap(model)
-    assert torch.equal(losses[0], losses[2]) and torch.equal(losses[1], losses[2])
 
 
 class Curious(Stack):
@@ -451,14 +327,6 @@ def test_what_cannot_be_chosen_is_one_clear_line(options: dict[str, Any], messag
     with pytest.raises(ValueError, match=message) as raised:
         wrapped_auto(**{"model": gpt(2)} | options)
     assert "\n" not in str(raised.value)
-
-
-def test_what_has_no_values_is_refused_before_it_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamer.planner.model.plan_step", lambda *args: pytest.fail("it was planned"))
-    with torch.device("meta"):
-        model = gpt(2)
-    with pytest.raises(ValueError, match=r"is on the meta device and has no values: give wrap\(init="):
-        wrapped_auto(model)
 
 
 def test_a_machine_may_be_given_by_name() -> None:

@@ -267,25 +267,6 @@ def test_slices_that_are_counted_take_as_much_as_those_that_run(activations: str
     assert figures(once=True) == figures(once=False)
 
 
-def test_layers_that_are_alike_run_once() -> None:
-    runs: list[int] = []
-
-    class Counts(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            runs.append(1)
-            return super().forward(x).tanh()
-
-    def planned(count: int, batch: int = 4, **options: Any) -> int:
-        runs.clear()
-        plan_plain([partial(Counts, 8, 8)] * count, (batch, 8), **options)
-        return len(runs)
-
-    # the first layer and all others: forward alone, and with a backward, which runs it again
-    assert planned(12) == planned(6) <= 6
-    # two slices and three, and the last, which is shorter
-    assert planned(6, 21, micro_batch_size=2) == planned(6, 41, micro_batch_size=2) <= 2 * 3 * (3 + 4)
-
-
 def test_layers_that_differ_in_a_number_are_told_apart() -> None:
     class Wide(nn.Module):
         def __init__(self, times: int) -> None:
@@ -348,11 +329,6 @@ def test_a_step_of_small_layers_takes_the_librarys_time(machine: Machine) -> Non
     slow = step_seconds(replace(machine, seconds_per_visit=10.0))
     # three layers forward, and backward
     assert slow - step_seconds(replace(machine, seconds_per_visit=0.0)) == pytest.approx(60.0, rel=1e-6)
-
-
-def test_a_gpu_that_is_behind_has_enough_to_do_while_the_library_works() -> None:
-    gpu = replace(CUDA, flops_per_second=100.0)
-    assert step_seconds(replace(gpu, seconds_per_visit=1e-3)) == pytest.approx(step_seconds(gpu), rel=1e-3)
 
 
 def test_a_budget_is_filled_with_slots() -> None:

@@ -269,18 +269,6 @@ def check(case: Case, backend: Counted, *, train: bool) -> None:
         check_held(saved=executor.inputs.places.nbytes)
 
 
-def test_a_buffer_that_layers_share_is_moved_once() -> None:
-    with torch.device("meta"):
-        model = Uneven(tied=True)
-    shared = torch.ones(5)  # elsewhere than the backend's device
-    for layer in (*model.encoder, *model.decoder):
-        layer.shared = shared
-    streamer.wrap(model, layers=LAYERS["uneven"], backend=VirtualBackend(MACHINE))
-    assert sum(buffer_storages(model).values()) == wrapped(model).planned.device["buffers"]
-    assert len({layer.shared for layer in (*model.encoder, *model.decoder)}) == 1
-    assert model.encoder[0].shared.is_meta
-
-
 def test_a_buffer_that_layers_share_is_given_values_once() -> None:
     with torch.device("meta"):
         model = Uneven(tied=True)

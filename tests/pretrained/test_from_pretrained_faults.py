@@ -153,21 +153,6 @@ def test_a_path_where_nothing_is(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     is_refused(Path(name), f"{name}: there is no such file or folder; nothing is downloaded", monkeypatch)
 
 
-def test_a_tensor_beside_the_index_is_not_lost(copied: Path) -> None:
-    expected = load_file(copied / FILE)
-    split(lambda _, where: where.pop(UP))(copied)
-    assert torch.equal(unwrapped(copied).get_parameter(UP), expected[UP])
-
-
-def test_one_file_is_preferred_to_an_index_as_by_the_library(copied: Path) -> None:
-    expected = load_file(copied / FILE)
-    split(lambda *_: None)(copied)
-    save_file({name: value + 1 for name, value in expected.items()}, copied / FILE, {"format": "pt"})
-    theirs = transformers.LlamaForCausalLM.from_pretrained(copied)
-    assert torch.equal(theirs.get_parameter(UP), expected[UP] + 1)
-    assert differing(unwrapped(copied).state_dict(), theirs.state_dict()) == []
-
-
 def test_weights_that_are_tied_here_and_differ_in_the_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,21 +280,3 @@ def test_an_init_that_raises(tmp_path: Path) -> None:
         load(tmp_path, kind, init=failing)
     assert in_use(tmp_path) == []
     unwrapped(tmp_path, kind, init="_init_weights")
-
-
-def test_an_init_that_writes_what_is_in_the_files(tmp_path: Path) -> None:
-    plain = untied()
-    name = "transformer.h.1.mlp.c_fc.weight"
-    save_file({k: v for k, v in plain.state_dict().items() if k != name}, tmp_path / FILE)
-
-    def recursively(module: nn.Module, most: float = float("inf")) -> None:
-        for param in module.parameters():
-            if len(list(module.modules())) < most:
-                param.fill_(2.0)
-
-    with pytest.raises(ValueError, match=r"init= has written into 'transformer\.h\.0\..* a ModuleList: let"):
-        load(tmp_path, untied, "transformer.h", init=recursively, dtype=torch.bfloat16)
-    # within the layer that something is missing in the files win
-    model = load(tmp_path, untied, "transformer.h", init=lambda module: recursively(module, 12))
-    assert differing(streamer.unwrap(model).state_dict(), plain.state_dict()) == [name]
-    assert torch.equal(model.get_parameter(name), torch.full_like(model.get_parameter(name), 2.0))

@@ -165,7 +165,6 @@ def results(model: nn.Module, steps: int = 4, between: Callable[[nn.Module, int]
 @pytest.mark.parametrize(
     ("dtype", "options", "stay"),
     [
-        (BF16, {}, 0),
         (BF16, {}, 2),
         (BF16, {"activations": "keep", "num_slots": 1}, 0),
         (FP32, {"dtype": BF16}, 0),
@@ -253,20 +252,6 @@ def test_what_the_user_writes_is_what_runs(between: Callable[[nn.Module, int], N
     assert path.read_bytes() == before
 
 
-def test_what_was_written_and_put_back_is_read_in_place_again(tmp_path: Path) -> None:
-    model = make(stored(tmp_path / "base.safetensors"), True, stay=0)
-    optimizer, weight = adamw(model), model.layers[1].up.base.weight  # type: ignore[union-attr]
-    before = weight.detach().clone()
-    for number, (value, is_in_place) in enumerate([(before * 2, False), (before, True)]):
-        with torch.no_grad():
-            weight.copy_(value)
-        a_step(model, optimizer, number)
-        streamer.synchronize(model)
-        assert (1 in read_in_place(model)) == is_in_place
-        assert torch.equal(weight, value)
-    streamer.unwrap(model)
-
-
 def test_a_checkpoint_goes_on_in_place_and_one_of_another_base_is_refused(tmp_path: Path) -> None:
     path = stored(tmp_path / "base.safetensors")
     other = stored(tmp_path / "other.safetensors", seed=1)
@@ -307,12 +292,6 @@ def test_trained_layers_go_to_a_folder_beside(tmp_path: Path) -> None:
 
 
 # refusals and faults
-
-
-def test_nothing_frozen_is_said(tmp_path: Path) -> None:
-    path = stored(tmp_path / "base.safetensors")
-    with pytest.raises(ValueError, match="and there is none: freeze some in adapt=, .*give disk= a folder"):
-        make(path, True, adapt=None)
 
 
 def with_faults(monkeypatch: pytest.MonkeyPatch, preadv: Callable[..., int]) -> None:
@@ -386,7 +365,7 @@ def test_a_file_that_changes_is_an_error(tmp_path: Path) -> None:
         streamer.unwrap(model)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_offset_dtype_and_size(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against PyTorch's own view of the bytes, with blocks so small that tensors have many."""
     monkeypatch.setattr(stored_tensors, "BLOCK_BYTES", 8192)

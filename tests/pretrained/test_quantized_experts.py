@@ -23,7 +23,6 @@ from streamer.engine.handle import wrapped
 from streamer.planner.machine import RTX_4090
 from streamer.planner.step import ROUNDING, StepPlan, plan_step
 from streamer.pretrained.quantize import SCHEMES
-from streamer.quantized.parts import composite_of
 from tests.model_folders import rewritten
 from tests.pretrained.experts import (
     ATTENTION,
@@ -41,7 +40,6 @@ from tests.quantized import (
     bytes_moved,
     history,
     logits,
-    loss_of,
     nothing_is_packed,
     sizes,
     trained,
@@ -204,20 +202,6 @@ def test_values_of_experts_are_in_a_plan(word: str, mixture: Path) -> None:
         assert quantized.prediction.busy_seconds[Lane.COMPUTE] > exact.prediction.busy_seconds[Lane.COMPUTE]
 
 
-def test_gradients_of_micro_batches(word: str, mixture: Path) -> None:
-    seen = []
-    for options in ({}, {"micro_batch_size": 1}):
-        torch.manual_seed(1)
-        # in bf16 the order of sums would hide a wrong one
-        model = streamed(mixture, quantize=word, dtype=torch.float32, **options).eval()  # without dropout
-        take_adapters(copy.deepcopy(model), model)
-        loss_of(model, 0).backward()
-        seen.append(torch.cat([param.grad.float().flatten() for param in trained(model)]))
-        streamer.unwrap(model)
-    torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-6)
-    assert seen[0].abs().max() > 1e-2
-
-
 @pytest.mark.parametrize("mixture", ["mixtral", "qwen3_moe"], indirect=True)
 def test_experts_that_are_in_fp8_in_their_files(mixture: Path, tmp_path: Path) -> None:
     stored_in_fp8(mixture, tmp_path, block=32, of=("experts", "proj"))
@@ -297,24 +281,6 @@ def plain_fp8(folder: Path) -> nn.Module:
     return adapt(model).train()
 
 
-def test_values_are_shared_within_a_call_alone(word: str, mixture: Path) -> None:
-    def looked_at(model: nn.Module) -> Any:
-        """Adapters, which may ask for the shape of what they are for."""
-        for each in experts_of(model):
-            assert (each.gate_up_proj.shape, each.gate_up_proj.dtype) == ((4, 192, 64), BF16)
-        return adapt(model)
-
-    model = streamed(mixture, quantize=word, adapt=looked_at)
-    loss_of(model, 0).backward()
-    streamer.unwrap(model)
-    experts = experts_of(model)[0]
-    made: list[torch.Tensor] = []
-    experts.register_forward_pre_hook(lambda module, _: made.extend([module.down_proj, module.down_proj]))
-    with pytest.raises(TypeError):
-        experts()
-    assert made[0] is made[1] and experts.down_proj is not experts.down_proj
-
-
 def test_what_is_skipped_stays_exact(word: str, mixture: Path) -> None:
     model = streamed(mixture, quantize=word, skip=[r"0\.mlp\.experts", "down_proj"])
     params = {name: param for name, param in model.named_parameters() if "mlp" in name and "lora" not in name}
@@ -375,22 +341,3 @@ def test_a_whole_model_is_not_saved_by_transformers(
     assert [path.name for path in (tmp_path / "adapters").glob("*.safetensors")] == [
         "adapter_model.safetensors"
     ]
-
-
-def test_codes_that_the_user_has_made_with_a_parametrization(mixture: Path) -> None:
-    reference, model = plain(mixture, "nf4"), plain(mixture, "nf4")
-    take_adapters(reference, model)
-    expected = history(reference)
-    streamer.wrap(model, device="cpu", num_slots=1)
-    assert_equal(history(model), expected)
-    copied = copy.deepcopy(model)
-    streamer.unwrap(model)
-    after = logits(reference)
-    assert torch.equal(logits(model), after) and torch.equal(logits(copied), after)
-    # what the module is lent has its scales where its codes are, such as in a slot
-    of_stack = experts_of(model)[0].parametrizations["down_proj"]  # type: ignore[index]
-    composite = composite_of("down_proj", of_stack.original, [of_stack])
-    assert composite is not None
-    parts = [part.clone() for part in composite.parts()]
-    state: Any = composite.lent(composite.like(parts))["quant_state"]
-    assert state.absmax is parts[1]
