@@ -147,6 +147,18 @@ def test_logits_and_dtypes_are_those_of_the_library(name: str, dtype: torch.dtyp
     assert differing({key: exact[key].detach() for key in same}, {key: files[key] for key in same}) == []
 
 
+@pytest.mark.parametrize("name", ["glm4 moe", "t5"])
+def test_a_folder_in_16_bits_is_computed_as_the_library_does(name: str, tmp_path: Path) -> None:
+    dtype = FP16 if name == "t5" else BF16
+    write(tmp_path, name)
+    rewritten(tmp_path / FILE, lambda held: held.update({k: v.to(dtype) for k, v in held.items()}))
+    theirs = kind_of(name).from_pretrained(tmp_path, dtype=dtype)
+    for asked in (None, dtype):
+        with loaded(tmp_path, dtype=asked) as mine:
+            assert streamed_in(mine) == {key: param.dtype for key, param in theirs.named_parameters()}
+            assert torch.equal(logits(mine), logits(theirs))
+
+
 @pytest.mark.parametrize("options", [{"activations": "keep"}, {"micro_batch_size": 1}], ids=str)
 def test_layers_of_two_dtypes_have_the_gradients_of_the_plain_model(
     options: dict[str, Any], tmp_path: Path
