@@ -10,29 +10,19 @@ from bench.architectures import ALL, POLICIES, compare, plain_run
 
 CHOSEN = [
     "gpt2",
-    "opt",
     "llama",
-    "qwen2",
     "gemma3",
     "mixtral",
-    "qwen3_moe",
     "gpt_oss",
-    "deepseek_v3",
     "mamba2",
     "jamba",
-    "recurrent_gemma",
     "bert",
     "deberta_v2",
-    "modernbert",
     "albert",
     "t5",
-    "t5, encoder streamed",
-    "bart",
     "whisper",
-    "vit",
     "swin",
     "resnet",
-    "poolformer",
     "clip",
     "llava",
 ]
@@ -41,7 +31,7 @@ CHOSEN = [
 @pytest.mark.filterwarnings("ignore")  # the library's own, on tiny configs
 @pytest.mark.parametrize("name", CHOSEN)
 def test_parity_with_plain_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(architectures, "STEPS", 3)
+    monkeypatch.setattr(architectures, "STEPS", 2)
     architecture = ALL[name]
     plain = plain_run(architecture)
     for activations in POLICIES:

@@ -19,16 +19,14 @@ import pytest
 pytest.importorskip("lightning", reason="lightning is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-import lightning as L
 import torch
-from accelerate import Accelerator
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 import streamer
 from streamer.errors import CheckpointError
 from tests import tiny_llama
-from tests.libraries.common import LIGHTNINGS_OWN, fit
+from tests.libraries.common import LIGHTNINGS_OWN
 from tests.pretrained.test_quantize import four_bits, int8, take_adapters, write_llama
 from tests.quantized import assert_equal, history, loss_of, nothing_is_packed, trained
 
@@ -291,16 +289,6 @@ def test_a_whole_model_is_saved_while_it_is_wrapped(word: str, folder: Path, tmp
         assert_same_values(again, model)
 
 
-def test_nothing_to_train(folder: Path) -> None:
-    match = (
-        r"so nothing would be trained: add adapters, .* before streamer\.wrap \(in adapt= of streamer\.from"
-    )
-    with streamed(folder, "nf4", adapt=None) as model:
-        for params in (trained(model), iter(())):
-            with pytest.raises(ValueError, match=match):
-                streamer.AdamW(params)
-
-
 def test_what_comes_after_wrap_and_should_come_before(folder: Path) -> None:
     for late in (adapted, peft.prepare_model_for_kbit_training):
         with wrapped(base(folder, "nf4").requires_grad_(False)) as model:
@@ -444,54 +432,3 @@ def test_trl(kind: str, tmp_path: Path) -> None:
         run(model)
     with wrapped(qlora(tmp_path, kind), dtype=BF16) as model:
         run(model)
-
-
-def test_accelerate(folder: Path) -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-
-    def losses(model: Any) -> list[float]:
-        model, optimizer = accelerator.prepare(model, of_torch(model))
-        found = []
-        for step in range(4):
-            with accelerator.accumulate(model):
-                loss = loss_of(model, step)
-                accelerator.backward(loss)
-                accelerator.clip_grad_norm_(model.parameters(), 0.2)
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(loss.item())
-        return found
-
-    expected = losses(qlora(folder, "nf4"))
-    with wrapped(qlora(folder, "nf4")) as model:
-        assert losses(model) == expected
-
-
-class Finetune(L.LightningModule):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.losses: list[float] = []
-
-    def training_step(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
-        loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens).loss
-        self.losses.append(loss.item())
-        return loss
-
-    validation_step = training_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return of_torch(self.model)
-
-
-@pytest.mark.parametrize("kind", ["nf4", "torchao int8"])
-def test_lightning(kind: str, folder: Path) -> None:
-    def losses(model: nn.Module) -> list[float]:
-        torch.manual_seed(4)
-        module = Finetune(model)
-        fit(module, L.Callback(), list(ROWS), list(ROWS), max_epochs=1, enable_checkpointing=False)
-        return module.losses
-
-    expected = losses(qlora(folder, kind))
-    with wrapped(qlora(folder, kind)) as model:
-        assert losses(model) == expected

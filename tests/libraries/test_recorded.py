@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.reference import gradients, streamed
+from tests.reference import gradients, in_turn, streamed
 
 SIZES = {
     "vocab_size": 64,
@@ -67,9 +67,10 @@ def trained_on(result: Any) -> torch.Tensor:
     return loss + sum(weights.square().mean() for weights in result.get("attentions") or ())
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 2, 1])
-@pytest.mark.parametrize("activations", ["recompute", "recompute+offload", "keep"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "activations", "micro_batch_size"),
+    in_turn(2 * [*KINDS], ["recompute", "keep", "recompute+offload", "keep"], [None, 2, None, 1, 1]),
+)
 def test_it_is_trained_on(kind: str, activations: str, micro_batch_size: int | None) -> None:
     tolerance = 0.0 if micro_batch_size is None else 1e-5
     plain = copy.deepcopy(model(kind))
@@ -90,8 +91,7 @@ def test_it_is_trained_on(kind: str, activations: str, micro_batch_size: int | N
             torch.testing.assert_close(mine[name], gradient, rtol=0, atol=tolerance * largest)
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "micro_batch_size"), in_turn(KINDS, [2, None]))
 def test_it_is_shown_in_evaluation(kind: str, micro_batch_size: int | None) -> None:
     tolerance = 0.0 if micro_batch_size is None else 1e-5
     with (

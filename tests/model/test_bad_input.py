@@ -643,11 +643,6 @@ class Changes(nn.Module):
         return self.linear(x)
 
 
-class Box:
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update(values)
-
-
 class Caller(nn.Module):
     def __init__(self, change: Callable[..., object]) -> None:
         super().__init__()
@@ -670,47 +665,8 @@ def test_a_layer_that_writes_its_input(activations: str) -> None:
             model(X)  # no backward will run it again
 
 
-def append(x: torch.Tensor, collected: list[torch.Tensor]) -> None:
-    collected.append(x)
-
-
 def put(x: torch.Tensor, collected: dict[str, torch.Tensor]) -> None:
     collected["x"] = x
-
-
-#: What a layer does with its argument, and what makes that: lists handed from layer to layer, and caches.
-ARGUMENTS: dict[str, tuple[Callable[[torch.Tensor, Any], None], Callable[[], Any]]] = {
-    "list with a tensor": (append, lambda: [torch.zeros(1)]),
-    "empty dict": (put, dict),
-    "list in an object in a list in an object": (
-        lambda x, cache: append(x, cache.layers[0].keys),
-        lambda: Box(layers=[Box(keys=[torch.zeros(1)])]),
-    ),
-}
-
-
-@pytest.mark.parametrize("argument", ARGUMENTS)
-def test_a_layer_that_changes_an_argument(argument: str) -> None:
-    """As caches do in generation: without gradients the change must reach the caller, as in plain PyTorch. In
-    training it reaches the caller where it is one of a list or a dict."""
-    change, make = ARGUMENTS[argument]
-    model, plain, by_hand, whole, in_training = Caller(change), make(), make(), make(), make()
-
-    def count(value: Any) -> int:
-        return len(value.layers[0].keys if isinstance(value, Box) else value)
-
-    with torch.no_grad():
-        model(X, plain)
-    with wrapped(model):
-        with torch.no_grad():
-            x = model.embed(X)
-            for block in model.blocks:
-                x = block(x, by_hand)
-            model(X, whole)
-        if not isinstance(plain, Box):
-            model(X, in_training).sum().backward()
-            assert count(in_training) == count(plain)
-    assert count(by_hand) == count(whole) == count(plain) > count(make())
 
 
 # --- optimizer and the other functions ----------------------------------------------------------------

@@ -498,12 +498,6 @@ def test_the_globs_that_are_advised_go_as_deep_as_is_needed() -> None:
     assert advised(refusal(tiny_gpt(), memory // 2, layers="transformer.h")) is None
 
 
-def test_auto_advises_the_same_globs() -> None:
-    memory = device_bytes(tiny_gpt(), layers="transformer.h", num_slots=1) - 1
-    options = {"layers": "transformer.h", "num_slots": "auto", "example": batch(0)[:, :-1]}
-    assert advised(refusal(tiny_gpt(), memory, **options)) == [ATTENTIONS, MLPS]
-
-
 def test_fewer_slots_are_advised_where_they_do() -> None:
     one = device_bytes(tiny_gpt(), layers="transformer.h", num_slots=1)
     options = {"layers": "transformer.h", "num_slots": 3}

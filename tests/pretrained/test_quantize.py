@@ -333,6 +333,11 @@ def test_linear_modules_that_are_skipped(llama: Path) -> None:
     assert {"lm_head", "model.layers.3.mlp.up_proj", "model.layers.0.mlp.down_proj"} <= {*left}
     assert "model.layers.0.mlp.up_proj" not in left
     streamer.unwrap(wrapped_model)
+    in_8_bits = streamed(llama, quantize="int8", skip=["down_proj"])
+    assert "model.layers.0.mlp.down_proj" in (
+        in_8_bits.get_base_model().config.quantization_config.modules_to_not_convert
+    )
+    streamer.unwrap(in_8_bits)
 
 
 def refused(match: str, folder: Path, **options: Any) -> None:

@@ -192,20 +192,3 @@ def test_what_the_user_writes_is_what_runs(
         losses[-1] += train(model, optimizer, range(2, 4))
     assert losses[0] == losses[1]
     assert_equal(*pair)
-
-
-def test_what_is_asked_for_is_let_go(pair: tuple[Net, Net]) -> None:
-    model = pair[1]
-    executor = executor_of(model)
-    one = executor.units[0].layout.nbytes
-    for param in model.parameters():
-        param.sum()
-        assert executor.pager.parameters.copied_bytes() <= 2 * one
-    held = [param.detach() for param in model.layers.parameters()]
-    assert executor.pager.parameters.copied_bytes() == LAYERS * one
-    expected = [tensor.clone() for tensor in held]
-    del held
-    model(batch(0))
-    assert executor.pager.parameters.copied_bytes() == 0
-    for param, before in zip(model.layers.parameters(), expected, strict=True):
-        assert torch.equal(param, before)

@@ -712,18 +712,6 @@ def test_adapters_that_are_added_after_wrap_are_trained(activations: str) -> Non
     assert_as_plain(plain_layers(), with_adapters, **options)
 
 
-@ALL_POLICIES
-def test_a_parameter_that_is_added_beside_weights_that_are_trained(activations: str) -> None:
-    def use(model: nn.Module) -> Any:
-        for block in model.blocks:
-            block.linear = Adapted(block.linear)
-        of = trained(model)
-        mine = [param.grad for block in model.blocks for param in (block.linear.a, block.linear.b)]
-        return of, mine
-
-    assert_as_plain(plain_layers(), use, layers="blocks", activations=activations)
-
-
 def test_autocast_keeps_no_cast_of_a_layer_that_has_run() -> None:
     """It would keep one of each layer until it ends."""
 
