@@ -185,43 +185,6 @@ def test_a_part_is_of_what_is_there(folder: Path) -> None:
         assert torch.equal(block, buffer_of(scratch, extent.nbytes, 3)[:ALIGNMENT])
 
 
-@examples(30)
-@given(
-    sizes=st.lists(st.integers(1, 40 * ALIGNMENT), min_size=1, max_size=8),
-    drives=st.integers(1, 4),
-    block=st.integers(1, 32 * ALIGNMENT),
-    in_flight=st.integers(1, 3),
-)
-def test_extents_do_not_overlap_and_use_all_drives(
-    folder: Path, sizes: list[int], drives: int, block: int, in_flight: int
-) -> None:
-    with Scratch([folder] * drives, in_flight=in_flight, block_bytes=block, direct_io="off") as scratch:
-        extents = [scratch.extent(nbytes) for nbytes in sizes]
-        block = scratch.padded(block)
-        taken: list[set[int]] = [set() for _ in range(drives)]
-        for extent, nbytes in zip(extents, sizes, strict=True):
-            assert extent.padded_bytes == -(-nbytes // ALIGNMENT) * ALIGNMENT
-            assert extent.pieces[0].start == 0
-            ends = [piece.start + piece.nbytes for piece in extent.pieces]
-            assert [piece.start for piece in extent.pieces[1:]] == ends[:-1]
-            assert ends[-1] == extent.padded_bytes
-            share = [0] * drives
-            for piece in extent.pieces:
-                assert 0 < piece.nbytes <= block
-                assert piece.offset % ALIGNMENT == piece.nbytes % ALIGNMENT == piece.start % ALIGNMENT == 0
-                blocks = set(range(piece.offset, piece.offset + piece.nbytes, ALIGNMENT))
-                assert not blocks & taken[piece.file]
-                taken[piece.file] |= blocks
-                share[piece.file] += piece.nbytes
-            # what rounding gives, and a piece of the least size if there are not enough of them
-            assert max(share) - min(share) <= ALIGNMENT * len(extent.pieces) + max(block // 4, ALIGNMENT)
-            if extent.padded_bytes >= 2 * drives * in_flight * max(block // 8, ALIGNMENT):
-                assert len(extent.pieces) >= drives * in_flight, "threads without work"
-        scratch.allocate()
-        assert scratch.allocated_bytes == sum(extent.padded_bytes for extent in extents)
-        assert all(blocks == set(range(0, len(blocks) * ALIGNMENT, ALIGNMENT)) for blocks in taken), "gaps"
-
-
 def test_a_transfer_uses_both_drives_at_once(folder: Path) -> None:
     both = threading.Barrier(2)
     disk = Disk()
@@ -241,30 +204,6 @@ def test_a_transfer_uses_both_drives_at_once(folder: Path) -> None:
         assert torch.equal(into, buffer_of(scratch, extent.nbytes, 1))
         assert len({fd for _, fd, _ in disk.calls}) == 2
         assert len(disk.calls) == 8
-
-
-def test_so_many_pieces_are_in_flight(folder: Path) -> None:
-    in_flight = 3
-    together = threading.Barrier(in_flight)
-    disk = Disk()
-    with Scratch([folder], in_flight=in_flight, block_bytes=SMALL, system=disk.system()) as scratch:
-        extent = scratch.extent(2 * in_flight * SMALL)
-        scratch.allocate()
-        running = most = 0
-        lock = threading.Lock()
-
-        def count(verb: str, fd: int, offset: int) -> None:
-            nonlocal running, most
-            with lock:
-                running += 1
-                most = max(most, running)
-            together.wait(PATIENCE)
-            with lock:
-                running -= 1
-
-        disk.before = count
-        scratch.write(extent, buffer_of(scratch, extent.nbytes, 1))
-        assert most == in_flight
 
 
 def test_a_read_does_not_queue_behind_a_write(folder: Path) -> None:

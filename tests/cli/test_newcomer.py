@@ -21,11 +21,9 @@ import pytest
 
 pytest.importorskip("peft", reason="peft is not installed")
 
-import peft
 import torch
 import transformers
 
-from streamer.cli.main import main
 from tests import tiny_llama
 from tests.cli.common import HOME, chat, sets
 
@@ -198,16 +196,3 @@ def test_a_folder_becomes_a_trained_model(tmp_path: Path) -> None:
     place.install("--editable", str(place.sources))
     assert not place.installed.exists()
     assert "gpt2-demo" in place.streamer(["configs"])
-
-
-def test_adapters_are_trained_and_merged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_model_and_data(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", *COMMAND, *sets("lora.r=4", 'train.output_dir="runs/lora"')]) == 0
-    assert "tokens/s" in capsys.readouterr().out
-    run, out = Path("runs", "lora"), Path("out")
-    assert main(["export", str(run), "--to", str(out), "--merge"]) == 0
-    of_run: Any = peft.AutoPeftModelForCausalLM.from_pretrained(run / "adapters")
-    check_what_is_left(run, out, of_run)

@@ -10,23 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("trl", reason="needs trl (pip install '.[hf]')")
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 import peft
 import transformers
-import trl
 from safetensors.torch import load_file
 
 from streamer.checkpoint.manifest import Manifest
-from streamer.cli import trainer as command_line
-from streamer.cli.config import load_config
-from streamer.cli.data.dataset import load_data, load_tokenizer
 from streamer.cli.main import main
-from streamer.cli.trainer import Stopping, arguments_of
-from streamer.integrations.rows import Rows
+from streamer.cli.trainer import Stopping
 from tests import tiny_llama
 from tests.cli.common import HOME, chat, logged, refused, sets
 from tests.model_folders import rewritten
@@ -131,59 +125,6 @@ def test_adapters_are_written_where_there_are_no_checkpoints() -> None:
     assert all(torch.equal(value, expected[name]) for name, value in adapters("run").items())
     adapted: Any = peft.AutoPeftModelForCausalLM.from_pretrained("run/adapters")
     assert any("lora_A" in name for name, _ in adapted.named_parameters())
-
-
-def test_losses_are_those_of_the_same_adapters_on_what_transformers_quantizes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    settings = ["stream.dtype=float32", "lora.lora_dropout=0.0", "train.packing=false"]
-    first: dict[str, torch.Tensor] = {}
-
-    def building(config: Any, **options: Any) -> nn.Module:
-        model = build(config, **options)
-        first.update(
-            (name, value.detach().clone()) for name, value in model.named_parameters() if "lora_" in name
-        )
-        return model
-
-    build = command_line.build_model
-    monkeypatch.setattr(command_line, "build_model", building)
-    assert main(command(*settings)) == 0
-
-    quantization: Any = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )  # fmt: skip
-    base: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        "llama", quantization_config=quantization, device_map={"": "cpu"}, dtype=torch.float32
-    )
-    lora = peft.LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    plain: Any = peft.get_peft_model(base, lora)
-    names = {
-        name.replace(".default", ""): param for name, param in plain.named_parameters() if "lora_" in name
-    }
-    with torch.no_grad():
-        for name, value in first.items():
-            names[f"base_model.model.{name.replace('.default', '')}"].copy_(value)
-    base.is_loaded_in_4bit = False  # or TRL casts adapters to bf16
-    paths = ['model.path="llama"', 'data.paths=["train.jsonl"]', 'train.output_dir="plain"']
-    config = load_config(CONFIG, [*SETTINGS, *settings, *paths])
-    args, tokenizer = arguments_of(config), load_tokenizer("llama")
-    train, validation = load_data(config, tokenizer, seed=args.seed)
-    args.assistant_only_loss = False  # labels say it
-    trainer: Any = trl.SFTTrainer(
-        plain,
-        args,
-        train_dataset=train,
-        eval_dataset=validation,
-        processing_class=tokenizer,
-        data_collator=Rows(tokenizer.eos_token_id),
-    )
-    trainer.train()
-    history = trainer.state.log_history
-    expected = [row[name] for row in history for name in ("loss", "eval_loss") if name in row]
-    assert len(expected) == 7
-    torch.testing.assert_close(losses("run"), expected, rtol=1e-5, atol=1e-6)
 
 
 def mixture() -> Any:

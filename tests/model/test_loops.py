@@ -7,7 +7,6 @@ import gc
 import io
 import multiprocessing
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -157,32 +156,6 @@ def test_groups_by_name_and_a_checkpoint_of_them(tmp_path: Path) -> None:
         streamer.load(model, again, tmp_path / "here")
         assert again.state_dict()["param_groups"] == state["param_groups"]
         again.load_state_dict(copy.deepcopy(state))
-
-
-def halved(optimizer: torch.optim.Optimizer) -> None:
-    for state in optimizer.state.values():
-        state["exp_avg"] = state["exp_avg"] * 0.5
-
-
-def exchanged(optimizer: torch.optim.Optimizer) -> None:
-    for param, state in list(optimizer.state.items()):
-        optimizer.state[param] = copy.deepcopy(state)
-        optimizer.state[param].update(exp_avg=torch.zeros_like(param), step=torch.tensor(1.0))
-
-
-def renewed(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.state = defaultdict(dict)
-
-
-@pytest.mark.parametrize("change", [halved, exchanged, renewed])
-def test_moments_that_are_put_in_place_count(change: Callable[[torch.optim.Optimizer], None]) -> None:
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        losses = steps(0, 1, 2)(model, optimizer)
-        optimizer.state_dict()  # waits for the updates
-        change(optimizer)
-        return losses + steps(0, 1, 2)(model, optimizer)
-
-    compare(loop)
 
 
 @pytest.mark.parametrize("kind", ["ours", "SGD", "LBFGS"])

@@ -25,10 +25,6 @@ from streamer.engine.handle import wrapped
 from streamer.errors import CheckpointError
 from streamer.planner.machine import RTX_4090
 from streamer.planner.step import plan_step
-from streamer.pretrained.files import stored_tensors
-from streamer.pretrained.match import Source
-from streamer.pretrained.quantized_files import StoredStack, with_quantized
-from streamer.quantized.bitsandbytes_private import values_of_4_bits
 from streamer.quantized.parts import composite_of
 from tests.model_folders import rewritten
 from tests.pretrained.experts import (
@@ -260,64 +256,6 @@ def test_a_state_that_does_not_tell_all(missing: str, mixture: Path, tmp_path: P
     rewritten(tmp_path / "model.safetensors", without)
     with pytest.raises(CheckpointError, match=rf"'{weight}' is not whole in its file .*{missing}"):
         streamed(tmp_path)
-
-
-ODD_ROWS = [(64, 1), (128, 3), (4096, 3), (5, 33), (16384, 3)]
-SHAPES = [*ODD_ROWS, (16, 4), (8, 24), (3, 64), (100, 32), (64, 64), (256, 256), (384, 128)]
-
-
-BLOCKSIZES = (64, 128, 4096)
-
-
-@pytest.mark.parametrize(
-    ("count", "nested", "blocksize"), [(1, True, 64), (3, False, 64), (3, True, 128), (1, False, 4096)]
-)
-def test_values_of_a_stack_are_those_of_its_matrices(
-    count: int, nested: bool, blocksize: int, tmp_path: Path
-) -> None:
-    """Of all shapes, rows of an odd length among them, wherever a matrix is a number of whole blocks or the
-    only one."""
-    # each dtype meets each of the others
-    dtype = (BF16, torch.float16, torch.float32)[(count // 3 + nested + BLOCKSIZES.index(blocksize)) % 3]
-    tested = 0
-    for number, shape in enumerate(SHAPES):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        tensors, values = {}, []
-        for each in range(count):
-            matrix = (torch.randn(shape) * (1 + each)).to(dtype)
-            tensors[f"{each}"], state = bnb.functional.quantize_4bit(
-                matrix, blocksize=blocksize, compress_statistics=nested, quant_type="nf4"
-            )
-            tensors |= {f"{each}.{key}": part for key, part in state.as_dict(packed=True).items()}
-            values.append(by_table(tensors[f"{each}"], state))
-        save_file(tensors, folder / "model.safetensors")
-        stack = StoredStack.of(source_in(folder, (count, *shape)))
-        numel = shape[0] * shape[1]
-        assert isinstance(stack, StoredStack) == (numel % blocksize == 0 or count == 1)
-        if isinstance(stack, StoredStack):
-            weight: Any = stack.quantized("cpu", dtype)
-            made = values_of_4_bits(weight.data, weight.quant_state)
-            assert made.dtype == dtype and torch.equal(made, torch.stack(values))
-            is_nested = nested and (numel % (256 * blocksize) == 0 or count == 1)
-            assert weight.quant_state.nested == is_nested
-            tested += 1
-            without = composite_of("w", stack.quantized("meta", dtype), [])
-            with_values = composite_of("w", weight, [])
-            assert without is not None and with_values is not None
-            assert without.names == with_values.names
-            for one, other in zip(without.parts(), with_values.parts(), strict=True):
-                assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
-    assert tested >= 3
-
-
-def source_in(folder: Path, shape: tuple[int, ...]) -> Source:
-    class Config:
-        quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-
-    stored = with_quantized(folder, stored_tensors(folder), Config)
-    pieces = tuple(stored[name] for name in sorted(stored))
-    return Source(pieces[0].dtype, shape, "model.safetensors", lambda: torch.empty(0), pieces, pieces)
 
 
 @pytest.mark.parametrize("kind", ["nf4", NESTED])

@@ -193,20 +193,3 @@ def test_a_disk_that_cannot_take_them_leaves_them_in_memory(tmp_path: Path, call
     accumulates(model, optimizer, 1)
     assert wrapped(model).executor.disk_bytes()
     streamer.unwrap(model)
-
-
-def test_a_write_into_what_has_gone_to_disk_is_refused(tmp_path: Path) -> None:
-    model = wrap(tmp_path, budget_for(FP32))
-    optimizer = adamw(model)
-    accumulates(model, optimizer, 0)
-    param = [*model.parameters()][-4]
-    shown = optimizer.state[param]["exp_avg"]
-    shown.mul_(0.5)
-    accumulates(model, optimizer, 0)
-    for number in (3, 4):
-        loss_of(model, number).backward()
-    assert wrapped(model).executor.disk_bytes()
-    shown.mul_(0.5)
-    with pytest.raises(RuntimeError, match="was written in place, but it is on disk"):
-        optimizer.step()
-    streamer.unwrap(model)

@@ -64,13 +64,6 @@ def test_training_equals_plain_pytorch_on_slices(activations: str, size: int, nu
     assert_parity(actual, train_in_slices(tiny_gpt(dropout=0.1), size))
 
 
-def test_a_batch_that_is_no_larger_is_not_cut() -> None:
-    assert_parity(
-        train_streamed(tiny_gpt(dropout=0.1), steps=2, micro_batch_size=4, max_norm=0.5),
-        train_plain(tiny_gpt(dropout=0.1), steps=2, max_norm=0.5),
-    )
-
-
 @pytest.mark.parametrize("size", [None, 1])
 def test_weights_cross_the_bus_twice_a_step_and_gradients_once(size: int | None) -> None:
     with streamed(tiny_gpt(dropout=0.1), micro_batch_size=size, num_slots=1) as model:
@@ -238,19 +231,6 @@ def test_a_batch_in_another_dimension() -> None:
 class Residual(TimeFirst):
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + residual
-
-
-@pytest.mark.parametrize(("residual_of", "time"), [(lambda x: x, TIME), (lambda x: x * 2, 6)])
-def test_what_has_the_shape_of_the_hidden_states_has_the_batch_where_they_do(
-    residual_of: Callable[[torch.Tensor], torch.Tensor], time: int
-) -> None:
-    def of(model: nn.Module, step: int) -> torch.Tensor:
-        x = states(step, time, 6, WIDTH)
-        for layer in model.layers:
-            x = layer(x, residual_of(x))
-        return x.square().mean()
-
-    assert_close_to_plain(Caller(Residual), of, micro_batch_size=2, batch_dims={"x": 1})
 
 
 class Takes(Layer):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import streamer
-from streamer.engine.schedule.op import ROOT, Op, OpKind
+from streamer.engine.schedule.op import Op
 from tests.reference import (
     VOCAB,
     History,
@@ -158,34 +158,6 @@ def test_an_unexpected_order_costs_time_only(loss_of: Any, activations: str, num
         Stack(), loss_of=loss_of, steps=4, layers="layers", activations=activations, num_slots=num_slots
     )
     assert_parity(actual, expected_of(loss_of))
-
-
-class EncoderDecoder(nn.Module):
-    """Two lists: every layer of the second looks at the output of the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCAB, 16)
-        self.encoder = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.decoder = nn.ModuleList(nn.Bilinear(16, 16, 16) for _ in range(2))
-        self.head = nn.Linear(16, VOCAB)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        memory = hidden = self.embed(tokens)
-        for layer in self.encoder:
-            memory = memory + torch.tanh(layer(memory))
-        for layer in self.decoder:
-            hidden = hidden + torch.tanh(layer(hidden, memory))
-        return self.head(hidden)
-
-
-def test_two_lists_of_layers(issued: list[Op]) -> None:
-    expected = train_plain(EncoderDecoder(), steps=4)
-    actual = train_streamed(EncoderDecoder(), steps=4, layers=["encoder", "decoder"])
-    assert_parity(actual, expected)
-    forwards = [op.unit for op in issued if op.kind is OpKind.FORWARD and op.unit != ROOT]
-    assert forwards == [0, 1, 2, 3, 4] * 4
 
 
 def test_prefetch_misses_only_before_the_order_is_known() -> None:

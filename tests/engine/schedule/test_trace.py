@@ -108,14 +108,6 @@ def test_failed_work_is_dropped_and_holds_nothing_up() -> None:
     assert [str(record.op) for record in trace.records()] == ["1F@1"]
 
 
-def test_totals_outlive_the_records() -> None:
-    trace = Trace(keep=3)
-    for number in range(10):
-        ran(trace, ops.forward(number, 0), number, number, number + 1)
-    assert [record.op.unit for record in trace.records()] == [7, 8, 9]
-    assert trace.busy_seconds[COMPUTE] == 10
-
-
 def test_chrome_trace(tmp_path: Path) -> None:
     """In microseconds, from the first op on."""
     path = tmp_path / "trace.json"
