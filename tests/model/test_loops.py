@@ -158,13 +158,12 @@ def test_groups_by_name_and_a_checkpoint_of_them(tmp_path: Path) -> None:
         again.load_state_dict(copy.deepcopy(state))
 
 
-@pytest.mark.parametrize("kind", ["ours", "SGD", "LBFGS"])
+@pytest.mark.parametrize("kind", ["ours", "LBFGS"])
 def test_a_closure_that_clips(kind: str) -> None:
     def make(model: nn.Module, ours: Any) -> torch.optim.Optimizer:
-        others = {"SGD": {"lr": 0.5}, "LBFGS": {"lr": 0.05, "max_iter": 2, "history_size": 2}}
         if kind == "ours":
             return adamw(model, ours)
-        return getattr(torch.optim, kind)(model.parameters(), **others[kind])  # type: ignore[no-any-return]
+        return torch.optim.LBFGS(model.parameters(), lr=0.05, max_iter=2, history_size=2)
 
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         def closure() -> torch.Tensor:

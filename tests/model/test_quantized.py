@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,35 +114,6 @@ def test_a_plan_has_every_byte(kind: str) -> None:
         assert held.device_bytes[owner] == planned.device_bytes[owner]
     codes = 3 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
     assert quantized == codes * exact
-
-
-@pytest.mark.parametrize(
-    ("options", "uses"),
-    [({"activations": "keep"}, 2), ({"micro_batch_size": 1}, 6)],
-    ids=str,
-)
-def test_dequantization_is_in_the_time_of_a_plan(options: dict[str, Any], uses: int) -> None:
-    """Once in forward, once in backward and once in recomputation, each for every micro-batch."""
-    # a second for each byte that the device's memory moves, and none for products
-    free = dict.fromkeys(("flops_per_second", "fp32_flops_per_second", "attention_flops_per_second"), 1e30)
-    machine = replace(
-        RTX_4090, **free, device_bytes_per_second=1.0, seconds_per_op=0.0, seconds_per_visit=0.0
-    )
-
-    def moved(kind: str | None) -> float:
-        model = skeleton(llama(kind)).train()
-        streamer.wrap(model, layers=LAYERS, backend=VirtualBackend(machine), **options)
-        optimizer = streamer.AdamW(trained(model))
-
-        plan = plan_step(handle_of(model).executor, lambda: whole_step(model, optimizer, "meta"))
-        streamer.unwrap(model)
-        return plan.prediction.busy_seconds[Lane.COMPUTE]
-
-    elements = 3 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
-    exact = moved(None)
-    # half a byte is read, 4 are written, beside scales and what the modules cast
-    assert 0.95 < (moved("bitsandbytes fp4") - exact) / elements / uses / 4.5 < 1.2
-    assert (moved("torchao int8") - exact) / elements / uses > 5
 
 
 @pytest.mark.parametrize("kind", ["torchao int8", "torchao nf4", "bitsandbytes nf4", "bitsandbytes int8"])
