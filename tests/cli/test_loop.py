@@ -206,6 +206,8 @@ def test_tokens_of_nanogpt(config: Path, tmp_path: Path) -> None:
     tokens.tofile(tmp_path / "train.bin")
     np.save(tmp_path / "val.npy", tokens[:500])
     paths = [f'data.paths=["{tmp_path / "train.bin"}"]', f'data.val_paths=["{tmp_path / "val.npy"}"]']
+    whole = load_text(load_config(config))
+    assert len(whole.train) + len(whole.val) == (tmp_path / "text").stat().st_size, "none is in both"
     text = load_text(load_config(config, paths))
     assert (len(text.train), len(text.val), text.is_bytes) == (3000, 500, False)
     x, y, _ = text.drawn(2, 16, torch.Generator())

@@ -238,6 +238,14 @@ def test_several_gpus(config: str, capsys: pytest.CaptureFixture[str]) -> None:
         main(["plan", config, "--ranks", "0"])
 
 
+def test_the_largest_batch_is_one(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = planned(capsys, config, "--device-memory", "60MiB", *sets("stream.num_slots=2"))
+    best = found["largest_batch"]["batch_size"]
+    for size, fits in ((best, True), (best + max(2, best // 8), False)):
+        limit = "stream.device_memory='60MiB'", "stream.num_slots=2"
+        assert plan_of(config, *limit, f"train.per_device_train_batch_size={size}").fits is fits
+
+
 def test_what_would_make_it_fit_does(gpt: str, capsys: pytest.CaptureFixture[str]) -> None:
     big = "train.per_device_train_batch_size=64", "stream.num_slots=2"
     code, found = planned(capsys, gpt, *sets(*big), "--device-memory", "44MiB")

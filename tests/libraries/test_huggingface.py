@@ -83,6 +83,9 @@ def test_training_with_the_default_cache(make: Any, layers: str, activations: st
     expected = train_plain(model, **options)
     for chosen in (layers, None):
         assert_parity(train_streamed(model, layers=chosen, activations=activations, **options), expected)
+    with streamed(model, layers=layers, activations=activations) as mine:
+        cache = mine(batch(0)).past_key_values
+        assert cache is None or cache.get_seq_length() == 0, "its keys and values would stay on the device"
 
 
 def test_a_model_without_cache_is_planned() -> None:

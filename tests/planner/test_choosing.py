@@ -19,6 +19,7 @@ from streamer.cli.config import Config, ConfigError, load_config, with_keys
 from streamer.cli.loop import train_own
 from streamer.cli.plan.planning import PROCESS_BYTES, plan_run, settle
 from streamer.engine.handle import wrapped
+from streamer.engine.layer.micro_batches import AmbiguousBatchError
 from streamer.planner.choose import Choice, Chosen, choose
 from streamer.planner.machine import Machine
 from streamer.planner.measure import Tracker
@@ -113,6 +114,19 @@ def test_a_candidate_has_as_many_slots_as_fit(device: int, slots: int) -> None:
 
 
 # --- plans of a model ----------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_cut_is_left_out() -> None:
+    def plan(choice: Choice) -> StepPlan:
+        if choice.micro_batch_size is not None:
+            raise AmbiguousBatchError("wrap with batch_dims={'mask': 0}")
+        return planned(choice)
+
+    chosen = choose(plan, ON_TWO, Room(480, 400), layers=4, batch=8)
+    assert chosen.choice == Choice("recompute", 2, None)
+    assert chosen.reason.endswith(". Micro-batches are left out: wrap with batch_dims={'mask': 0}")
+    with pytest.raises(AmbiguousBatchError, match="wrap with batch_dims"):
+        choose(plan, ("auto", 2, 4), Room(480, 400), layers=4, batch=8)
 
 
 class Stack(nn.Module):
