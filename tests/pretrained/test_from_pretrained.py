@@ -256,7 +256,9 @@ def fill_score(module: nn.Module) -> None:
         nn.init.constant_(module.score.weight, 0.5)
 
 
-@pytest.mark.parametrize(("init", "dtype"), [("_init_weights", torch.bfloat16), (fill_score, None)], ids=str)
+@pytest.mark.parametrize(
+    ("init", "dtype"), [("_init_weights", torch.bfloat16), (fill_score, None)], ids=["own", "a function"]
+)
 def test_a_new_head_and_nothing_else_is_initialised(init: Any, dtype: torch.dtype | None, gpt2: Path) -> None:
     torch.manual_seed(0)
     model = unwrapped(gpt2, transformers.GPT2ForSequenceClassification, init=init, dtype=dtype)
