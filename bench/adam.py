@@ -198,7 +198,7 @@ def reductions(master: torch.Tensor, grad: torch.Tensor) -> dict[str, Callable[[
     return {
         SUM_SQUARES: lambda _: streamer_native.sum_squares(bits),
         TORCH_SUM_SQUARES: lambda _: torch.linalg.vector_norm(grad),
-        # The sum of squares that accumulate returns beside the addition is a gift.
+        # accumulate also returns the sum of squares, which PyTorch's addition does not
         ACCUMULATE: lambda _: streamer_native.accumulate(into, bits),
         TORCH_ACCUMULATE: lambda _: torch_into.add_(grad),
     }

@@ -281,7 +281,7 @@ ENCODERS = [
       {**TEXT, "mask_token_id": 3, "position_embedding_type": "rotary", "token_dropout": True}),
     A("funnel", "FunnelForMaskedLM", text,
       {**TOKENS, "block_sizes": [2, 2], "num_decoder_layers": 2, "d_model": 32, "n_head": 4, "d_head": 8,
-       "d_inner": 64}, order="keys and values beside pooled queries", what="a list of lists"),
+       "d_inner": 64}, order="keys, values and pooled queries", what="a list of lists"),
 ]  # fmt: skip
 
 A = Architecture

@@ -38,10 +38,10 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class RawCopies:
-    """Copies on ``backend``, whose lanes must be idle. Keep it until the backend is closed: page-locked
-    memory is unregistered there, and must not have become somebody else's before.
+    """Copies on the idle lanes of ``backend``. Keep it until the backend is closed, which unregisters its
+    page-locked memory.
 
-    ``measured`` are, by bytes, the median seconds of a copy in each direction, alone and beside the other.
+    ``measured`` are, by bytes, the median seconds of a copy in each direction, alone and during the other.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -50,7 +50,7 @@ class RawCopies:
         self._hosts: list[torch.Tensor] = []
 
     def seconds(self, lane: Lane, nbytes: int) -> float:
-        """Of a copy on ``lane`` (H2D or D2H) with nothing beside it, measured when it is first asked for.
+        """Seconds of a copy on ``lane`` (H2D or D2H) alone, measured at the first call.
 
         That takes up to 512 MiB of host memory, or two such copies, and two on the device.
         """
@@ -128,7 +128,7 @@ FOR_FORWARD, FOR_BACKWARD, GRADIENT, UNUSED = (
 PURPOSES = (FOR_FORWARD, FOR_BACKWARD, GRADIENT, UNUSED)
 _VISITS = {OpKind.FORWARD: FOR_FORWARD, OpKind.BACKWARD: FOR_BACKWARD}
 
-#: Seconds that a plain copy of so many bytes takes on a lane (H2D or D2H), with nothing beside it.
+#: Seconds that a plain copy of so many bytes takes on a lane (H2D or D2H) alone.
 RawSeconds = Callable[[Lane, int], float]
 
 

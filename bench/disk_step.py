@@ -100,15 +100,15 @@ def _rate(row: Report) -> str:
 def readme_figure(report: Report) -> str:
     """What `bench.disk_step` has found, in sentences."""
     slow = [row for row in report["placements"] if row["throttle_bytes_per_second"] is not None]
-    told = [
+    ratios = [
         f"{row['slower']['median']:.2f} times as long with {row['placement']} at {_rate(row)} each way "
         f"(planned: {row['planned']:.2f})"
         for row in slow
     ]
     return (
         f"A step of {report['parameters'] / 1e6:.0f} million parameters in bf16, of "
-        f"{report['tokens_per_step']} tokens on {report['hardware']['cores']} cores, takes, beside one in "
-        f"host memory, {', '.join(told)}."
+        f"{report['tokens_per_step']} tokens on {report['hardware']['cores']} cores, takes, compared with "
+        f"one in host memory, {', '.join(ratios)}."
     )
 
 

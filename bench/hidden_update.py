@@ -122,7 +122,7 @@ class Loop:
         )
 
     def forward_seconds(self, steps: int) -> float:
-        """The median forward without gradients, with nothing beside it."""
+        """Seconds of the median forward without gradients, without an update."""
         seconds = []
         with torch.no_grad():
             for _ in range(steps):
@@ -244,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(
         f"{what}, {options.batch_size} x {options.context} tokens on {device}; load before {load_before:.1f}"
     )
-    print(f"a forward with nothing beside it takes {forward * 1e3:.1f} ms")
+    print(f"a forward without an update takes {forward * 1e3:.1f} ms")
     print("\n".join(report_table(report)))
     write_json(options.json, report)
 

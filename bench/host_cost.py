@@ -138,7 +138,7 @@ def report_table(report: Report) -> list[str]:
             if short != "0"
             else "and which wakes a thread for each copy"
         )
-        what += f" Of the host alone: before a stand-in for a GPU, whose kernels compute nothing {copies}."
+        what += f" Of the host alone: the stand-in for a GPU runs no kernels {copies}."
     return [what, "", *table(heads, rows)]
 
 

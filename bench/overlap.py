@@ -195,8 +195,8 @@ def report_table(report: Report) -> list[str]:
     return [
         f"{config_of(report)}, {report['parameters']:,} parameters, "
         f"{report['tokens_per_step']:,} tokens a step on the backend {report['backend']}: "
-        f"{spread(totals['step_seconds'], '.1f', 1e3)} ms a step, of which compute "
-        f"waits for copies {totals['exposed_transfer_of_step']:.1%}; a layer's copies run at "
+        f"{spread(totals['step_seconds'], '.1f', 1e3)} ms a step; compute "
+        f"waits for copies for {totals['exposed_transfer_of_step']:.1%} of it; a layer's copies run at "
         f"{', '.join(copies)} of a raw copy's rate.",
         "",
         *table(["lane", "busy, ms", "exposed, ms", "overlap"], rows),

@@ -125,7 +125,7 @@ class Streamed(Streamer):
 
 
 def give_hidden(model: nn.Module) -> None:
-    """Let the model return what its head is given: the loss has the head's weight."""
+    """Let the model return the input of its head: the loss has the head's weight."""
     model.lm_head.forward = lambda hidden: hidden
 
 
@@ -231,7 +231,7 @@ def add_bus_options(parser: argparse.ArgumentParser) -> None:
 
 
 def bus(gb_per_second: float | None) -> ThreadBackend:
-    """Threads, whose copies are as slow each way; as fast as memory for None."""
+    """A backend of threads with copies at this rate each way; None copies at the speed of memory."""
     if gb_per_second is None:
         return ThreadBackend()
     rate = gb_per_second * 1e9

@@ -32,8 +32,8 @@ _TABLES |= {"zero_optimization", *_OFFLOADS}
 #: Types of values in errors.
 _WORDS = {bool: "true or false", int: "an integer of 0 or more", float: "a number of 0 or more"}
 _WORDS |= {str: "a string", tuple: "an array"}
-#: Variants of Adam that train otherwise than AdamW, decay in the gradient among them.
-_VARIANTS = {"amsgrad": True, "maximize": True, "bias_correction": False, "adam_w_mode": False}
+#: Variants of Adam that train otherwise than AdamW.
+_VARIANTS = {"amsgrad": True, "maximize": True, "bias_correction": False}
 
 
 @dataclass(frozen=True)
@@ -276,6 +276,12 @@ def _adamw(keys: _Keys, **answers: Any) -> dict[str, Any]:
     for name, of in kinds.items():
         auto = {} if name == "lr" else {"auto": None}  # no lr suits every model
         arguments[name] = keys.take(f"{_ADAM}{name}", of, name, answers[name], **auto)
+    adds_decay = keys.take(f"{_ADAM}adam_w_mode", bool, auto=None) is False
+    if adds_decay and arguments["weight_decay"]:
+        raise ValueError(
+            f"{_ADAM}adam_w_mode is false, and AdamW does not add weight_decay to the gradient: set "
+            "weight_decay to 0, or adam_w_mode to true"
+        )
     if kind is not None and arguments["weight_decay"] is None:
         arguments["weight_decay"] = 0.0  # AdamW's own default is 0.01
     return {name: value for name, value in arguments.items() if value is not None}

@@ -501,15 +501,24 @@ ERRORS: dict[str, tuple[Any, dict[str, Any]]] = {
             "amsgrad": True,
             "maximize": True,
             "bias_correction": False,
-            "adam_w_mode": False,
         }.items()
     },
+    "adam_w_mode is false, and AdamW does not add weight_decay to the gradient: set weight_decay to 0": (
+        {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}},
+        {},
+    ),
     "bf16.enabled is True in the config, and dtype is torch.float16: leave one out": (
         within("bf16.enabled", True),
         {"dtype": torch.float16},
     ),
     "optimizer.params.lr is 0.01 in the config, and lr is 0.1: ": (scheduled("WarmupLR"), {"lr": 0.1}),
 }
+
+
+@pytest.mark.parametrize("decay", [{}, {"weight_decay": 0.0}])
+def test_adam_without_weight_decay_is_adamw(decay: dict[str, float]) -> None:
+    found = quietly({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "adam_w_mode": False, **decay}}})
+    assert found.adamw == {"lr": 1e-3, "weight_decay": 0.0}
 
 
 @pytest.mark.parametrize("message", ERRORS)

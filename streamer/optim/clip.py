@@ -60,8 +60,8 @@ def clip_grad_norm_(
 def _executor_of(parameters: Iterable[torch.Tensor]) -> Executor:
     """The executor of the model that has ``parameters``. Raises ValueError unless they are all that it
     trains: the norm is that of all gradients."""
-    given = {id(param): require_home(param).executor for param in parameters}
-    executors = {*given.values()}
+    by_param = {id(param): require_home(param).executor for param in parameters}
+    executors = {*by_param.values()}
     trained = [
         param
         for executor in executors
@@ -69,7 +69,7 @@ def _executor_of(parameters: Iterable[torch.Tensor]) -> Executor:
         for param in unit.trainable
         if param.requires_grad
     ]
-    if len(executors) != 1 or any(id(param) not in given for param in trained):
+    if len(executors) != 1 or any(id(param) not in by_param for param in trained):
         raise ValueError(
             "clip_grad_norm_ clips all gradients of one wrapped model: give it the model, or all of its "
             "parameters (model.parameters())"
