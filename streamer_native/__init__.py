@@ -13,7 +13,8 @@ from streamer_native.adam import (
     adamw_split_bf16,
     adamw_split_int8,
 )
-from streamer_native.bfloat16 import join, split
+from streamer_native.bfloat16 import join, split, widen
+from streamer_native.momentum import lion, sgd
 from streamer_native.reduce import accumulate, add, sum_squares
 from streamer_native.segments import QUANTUM, Hyper, Segment
 
@@ -31,8 +32,11 @@ __all__ = [
     "adamw_split_int8",
     "get_num_threads",
     "join",
+    "lion",
     "num_threads_available",
     "set_num_threads",
+    "sgd",
     "split",
     "sum_squares",
+    "widen",
 ]

@@ -23,7 +23,7 @@ from numba.extending import overload
 
 from streamer_native._arrays import BFLOAT16, FLOAT32, Float32Array, Uint16Array, check
 from streamer_native._compile import BLOCK, inline, kernel
-from streamer_native._llvm import float32_bits, float32_from_bits, narrow_half
+from streamer_native._llvm import float32_bits, float32_from_bits, narrow_half, to_float32
 from streamer_native._threads import Blocks, borrowed, claimed, num_blocks, share_out
 
 
@@ -130,3 +130,29 @@ def join(weight: Uint16Array, remainder: Uint16Array, master: Float32Array) -> N
     check("remainder", remainder, BFLOAT16, size=size)
     check("master", master, FLOAT32, size=size, written=True)
     share_out(_join, num_blocks(size), weight, remainder, master)
+
+
+@inline
+def _widen_block(source: Uint16Array, into: Float32Array, scale: np.float32) -> None:
+    for i in range(into.size):
+        into[i] = to_float32(source[i]) * scale
+
+
+@kernel
+def _widen(blocks: Blocks, source: Uint16Array, into: Float32Array, scale: np.float32) -> None:
+    source, into = borrowed((source, into))
+    for block in claimed(blocks):
+        lo, hi = block * BLOCK, (block + 1) * BLOCK
+        _widen_block(source[lo:hi], into[lo:hi], scale)
+
+
+def widen(source: Uint16Array, into: Float32Array, scale: float = 1.0) -> None:
+    """Widen bfloat16 values to fp32 and multiply them by `scale`, in fp32.
+
+    `source` [n] uint16 (bfloat16 bits) is read; `into` [n] float32 is written.
+
+    Raises TypeError or ValueError, naming the remedy, if the arrays do not fit this contract.
+    """
+    size = check("into", into, FLOAT32, written=True)
+    check("source", source, BFLOAT16, size=size)
+    share_out(_widen, num_blocks(size), source, into, np.float32(scale))

@@ -1,0 +1,229 @@
+"""Rules with one momentum buffer on the host, SGD and Lion: one fused pass over memory per state layout.
+
+- `sgd`: as `torch.optim.SGD` (Sutskever et al., On the importance of initialization and momentum in deep
+  learning, ICML 2013). ``grad += weight_decay * master``; ``momentum = momentum * decay + grad * gain``; then
+  ``grad`` (with ``nesterov``, ``grad + momentum * decay``, else ``momentum``) times ``lr`` is subtracted from
+  the master.
+- `lion`: Algorithm 2 of Chen et al., Symbolic Discovery of Optimization Algorithms (NeurIPS 2023).
+
+Operations and their order are those of the PyTorch code, multiply-adds fused as PyTorch's vector code fuses
+them.
+
+A master is a float32 array; or the bfloat16 `weight` and the `remainder` of `bfloat16.split`, uint16 arrays;
+or a float16 `weight` and the float32 master beside it. All arrays are flat, [n]. The gradient is in the dtype
+of the weight or float32; it is widened and multiplied by `grad_scale` first. TypeError or ValueError, naming
+the remedy, if arrays do not fit this contract.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from streamer_native._arrays import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    Float16Array,
+    Float32Array,
+    Int16Array,
+    Uint16Array,
+    check,
+    for_kernel,
+)
+from streamer_native._compile import BLOCK, inline, kernel
+from streamer_native._llvm import float32_from_bits, fused_multiply_add, narrow_half, to_float32
+from streamer_native._threads import Blocks, borrowed, claimed, num_blocks, share_out
+from streamer_native.bfloat16 import join_bits, split_bits
+
+
+class Rates(NamedTuple):
+    """What one step multiplies by, the same for all elements. Lion: `gain` is 1 - beta2, `decay` beta2."""
+
+    lr: np.float32
+    weight_decay: np.float32  # Lion: 1 - lr * weight_decay
+    decay: np.float32  # of the momentum
+    gain: np.float32  # of the gradient in the momentum
+    ahead: np.float32  # SGD: the momentum's share with Nesterov, else -1; Lion: beta1
+    grad_scale: np.float32
+
+
+@inline
+def _plain_nan(master: np.float32) -> np.float32:
+    # see `_kernels_adam.moved`
+    return float32_from_bits(np.uint32(0x7FC00000)) if master != master else master
+
+
+@inline
+def _sgd(
+    master: np.float32, grad: np.float32, momentum: np.float32, r: Rates
+) -> tuple[np.float32, np.float32]:
+    grad = fused_multiply_add(master, r.weight_decay, grad * r.grad_scale)
+    momentum = fused_multiply_add(grad, r.gain, momentum * r.decay)
+    step = momentum if r.ahead < np.float32(0) else fused_multiply_add(momentum, r.ahead, grad)
+    return _plain_nan(fused_multiply_add(step, -r.lr, master)), momentum
+
+
+@inline
+def _lion(
+    master: np.float32, grad: np.float32, momentum: np.float32, r: Rates
+) -> tuple[np.float32, np.float32]:
+    grad = grad * r.grad_scale
+    mixed = fused_multiply_add(grad, np.float32(1) - r.ahead, momentum * r.ahead)
+    sign = np.float32(0) if mixed == np.float32(0) else np.copysign(np.float32(1), mixed)
+    sign = mixed if mixed != mixed else sign
+    master = fused_multiply_add(sign, -r.lr, master * r.weight_decay)
+    return _plain_nan(master), fused_multiply_add(grad, r.gain, momentum * r.decay)
+
+
+@inline
+def _sgd_fp32(master: Float32Array, grad: Any, momentum: Float32Array, r: Rates) -> None:
+    for i in range(master.size):
+        master[i], momentum[i] = _sgd(master[i], to_float32(grad[i]), momentum[i], r)
+
+
+@inline
+def _lion_fp32(master: Float32Array, grad: Any, momentum: Float32Array, r: Rates) -> None:
+    for i in range(master.size):
+        master[i], momentum[i] = _lion(master[i], to_float32(grad[i]), momentum[i], r)
+
+
+@inline
+def _sgd_split(
+    weight: Uint16Array, remainder: Uint16Array, grad: Any, momentum: Float32Array, r: Rates
+) -> None:
+    for i in range(weight.size):
+        master, momentum[i] = _sgd(join_bits(weight[i], remainder[i]), to_float32(grad[i]), momentum[i], r)
+        both = split_bits(master)
+        weight[i], remainder[i] = np.uint16(both >> np.uint32(16)), np.uint16(both & np.uint32(0xFFFF))
+
+
+@inline
+def _lion_split(
+    weight: Uint16Array, remainder: Uint16Array, grad: Any, momentum: Float32Array, r: Rates
+) -> None:
+    for i in range(weight.size):
+        master, momentum[i] = _lion(join_bits(weight[i], remainder[i]), to_float32(grad[i]), momentum[i], r)
+        both = split_bits(master)
+        weight[i], remainder[i] = np.uint16(both >> np.uint32(16)), np.uint16(both & np.uint32(0xFFFF))
+
+
+@inline
+def _from_weights(weight: Int16Array, master: Float32Array) -> None:
+    for i in range(master.size):
+        # a weight that is not its master rounded was written since the last update, and is the master now
+        master[i] = master[i] if narrow_half(master[i]) == weight[i] else to_float32(weight[i])
+
+
+@inline
+def _to_weights(weight: Int16Array, master: Float32Array) -> None:
+    for i in range(master.size):
+        weight[i] = narrow_half(master[i])
+
+
+@kernel
+def _fp32(
+    blocks: Blocks, master: Float32Array, grad: Any, momentum: Float32Array, r: Rates, lion: bool
+) -> None:
+    master, grad, momentum = borrowed((master, grad, momentum))
+    for block in claimed(blocks):
+        lo, hi = block * BLOCK, (block + 1) * BLOCK
+        if lion:
+            _lion_fp32(master[lo:hi], grad[lo:hi], momentum[lo:hi], r)
+        else:
+            _sgd_fp32(master[lo:hi], grad[lo:hi], momentum[lo:hi], r)
+
+
+@kernel
+def _split(
+    blocks: Blocks,
+    weight: Uint16Array,
+    remainder: Uint16Array,
+    grad: Any,
+    momentum: Float32Array,
+    r: Rates,
+    lion: bool,
+) -> None:
+    weight, remainder, grad, momentum = borrowed((weight, remainder, grad, momentum))
+    for block in claimed(blocks):
+        lo, hi = block * BLOCK, (block + 1) * BLOCK
+        if lion:
+            _lion_split(weight[lo:hi], remainder[lo:hi], grad[lo:hi], momentum[lo:hi], r)
+        else:
+            _sgd_split(weight[lo:hi], remainder[lo:hi], grad[lo:hi], momentum[lo:hi], r)
+
+
+@kernel
+def _fp16(
+    blocks: Blocks,
+    weight: Int16Array,
+    master: Float32Array,
+    grad: Any,
+    momentum: Float32Array,
+    r: Rates,
+    lion: bool,
+) -> None:
+    weight, master, grad, momentum = borrowed((weight, master, grad, momentum))
+    for block in claimed(blocks):
+        lo, hi = block * BLOCK, (block + 1) * BLOCK
+        _from_weights(weight[lo:hi], master[lo:hi])
+        if lion:
+            _lion_fp32(master[lo:hi], grad[lo:hi], momentum[lo:hi], r)
+        else:
+            _sgd_fp32(master[lo:hi], grad[lo:hi], momentum[lo:hi], r)
+        _to_weights(weight[lo:hi], master[lo:hi])
+
+
+def sgd(
+    weight: Float32Array | Uint16Array | Float16Array,
+    beside: Uint16Array | Float32Array | None,
+    grad: Float32Array | Uint16Array | Float16Array,
+    momentum: Float32Array,
+    *,
+    lr: float,
+    weight_decay: float,
+    decay: float,
+    gain: float,
+    nesterov: bool,
+    grad_scale: float = 1.0,
+) -> None:
+    """One step of SGD with momentum in place. `beside` is the remainder, or the master, of a 16-bit `weight`;
+    None for a float32 master. `decay` is the momentum of before's share and `gain` the gradient's, 0 and 1 in
+    the first step. Traffic of a bfloat16 weight: 18 bytes per parameter.
+    """
+    ahead = decay if nesterov else -1.0
+    _launch(weight, beside, grad, momentum, (lr, weight_decay, decay, gain, ahead, grad_scale), lion=False)
+
+
+def lion(
+    weight: Float32Array | Uint16Array | Float16Array,
+    beside: Uint16Array | Float32Array | None,
+    grad: Float32Array | Uint16Array | Float16Array,
+    momentum: Float32Array,
+    *,
+    lr: float,
+    weight_decay: float,
+    beta1: float,
+    beta2: float,
+    grad_scale: float = 1.0,
+) -> None:
+    """One step of Lion in place; arrays as in `sgd`."""
+    rates = lr, 1 - lr * weight_decay, beta2, 1 - beta2, beta1, grad_scale
+    _launch(weight, beside, grad, momentum, rates, lion=True)
+
+
+def _launch(
+    weight: Any, beside: Any, grad: Any, momentum: Float32Array, rates: tuple[float, ...], *, lion: bool
+) -> None:
+    size = check("weight", weight, FLOAT32, BFLOAT16, FLOAT16, written=True)
+    check("grad", grad, weight.dtype, FLOAT32, size=size)
+    check("momentum", momentum, FLOAT32, size=size, written=True)
+    arrays: tuple[Any, ...] = (weight, grad, momentum)
+    launched: Callable[..., None] = _fp32
+    if weight.dtype != FLOAT32:
+        name, dtype = ("remainder", BFLOAT16) if weight.dtype == BFLOAT16 else ("master", FLOAT32)
+        check(name, beside, dtype, size=size, written=True)
+        arrays = weight, beside, grad, momentum
+        launched = _split if weight.dtype == BFLOAT16 else _fp16
+    coefficients = Rates(*map(np.float32, rates))
+    share_out(launched, num_blocks(size), *map(for_kernel, arrays), coefficients, lion)
