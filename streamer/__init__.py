@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from streamer.optim.adamw import AdamW as AdamW
     from streamer.optim.adamw import NonFiniteError as NonFiniteError
     from streamer.optim.clip import clip_grad_norm_ as clip_grad_norm_
+    from streamer.optim.lion import Lion as Lion
+    from streamer.optim.muon import Muon as Muon
+    from streamer.optim.optimizer import Optimizer as Optimizer
     from streamer.planner.model import chosen as chosen
     from streamer.pretrained.load import from_pretrained as from_pretrained
 
@@ -33,8 +36,11 @@ __all__ = [
     "CheckpointError",
     "DeepSpeedConfig",
     "DiskError",
+    "Lion",
     "Loaded",
+    "Muon",
     "NonFiniteError",
+    "Optimizer",
     "Plan",
     "Stats",
     "__version__",
@@ -60,8 +66,11 @@ _HOMES = {
     "CheckpointError": "streamer.errors",
     "DeepSpeedConfig": "streamer.deepspeed",
     "DiskError": "streamer.errors",
+    "Lion": "streamer.optim.lion",
     "Loaded": "streamer.checkpoint.load",
+    "Muon": "streamer.optim.muon",
     "NonFiniteError": "streamer.optim.adamw",
+    "Optimizer": "streamer.optim.optimizer",
     "Plan": "streamer.model.plan",
     "Stats": "streamer.model.stats",
     "chosen": "streamer.planner.model",

@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from types import CodeType
@@ -185,6 +186,14 @@ def without_compiler(method: Callable[P, T]) -> Callable[P, T]:
     imported: the wrapper imports it, which takes as long as all of PyTorch."""
     plain: Callable[P, T] = getattr(method, "__wrapped__", method)
     return method if "torch._dynamo" in sys.modules else plain
+
+
+def without_values() -> AbstractContextManager[object]:
+    """Inside of the block PyTorch makes tensors that have shapes and storages, and no values or memory."""
+    # imported here: it takes half a second
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def in_forward_mode() -> bool:

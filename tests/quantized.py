@@ -3,7 +3,6 @@ compared of such models."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import streamer
 from streamer.backends.base import Lane
-from streamer.engine.handle import wrapped
+from streamer.engine.handle import home_of, wrapped
+from tests.optim.masters import RMSpropOnMasters
 
 #: Kinds by the library that makes them.
 TORCHAO = ("torchao int8", "torchao float8", "torchao nf4")
@@ -140,18 +140,22 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
 
 def history(model: nn.Module) -> list[Any]:
     """The losses and gradients of two steps, the second with weights that were updated."""
-    optimizer = torch.optim.AdamW(trained(model), lr=1e-2, foreach=False)
+    optimizer = rmsprop(model)
     seen: list[Any] = []
     for step in range(2):
         loss = loss_of(model, step)
         loss.backward()
         seen.append(loss.item())
         seen += [param.grad.clone() for param in model.parameters() if param.grad is not None]
-        with warnings.catch_warnings():  # adapters may be in bf16
-            warnings.filterwarnings("ignore", "AdamW keeps no fp32 masters of bfloat16 weights", UserWarning)
-            optimizer.step()
+        optimizer.step()
         optimizer.zero_grad()
     return seen
+
+
+def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer of PyTorch over what ``model`` trains, with fp32 masters whether it is wrapped or not."""
+    is_wrapped = home_of(trained(model)[0]) is not None
+    return (torch.optim.RMSprop if is_wrapped else RMSpropOnMasters)(trained(model), lr=1e-2)
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

@@ -33,15 +33,16 @@ from streamer.checkpoint.tensors import (
     stored_buffers,
     write_tensors,
 )
-from streamer.checkpoint.values import encode, random_states
+from streamer.checkpoint.values import Put, encode, random_states
 from streamer.engine.guard import as_plain
 from streamer.engine.handle import require_home, wrapped
 from streamer.engine.paging.executor import Executor
 from streamer.engine.unit import Unit
 from streamer.optim.adamw import AdamW
+from streamer.optim.replay.spill import OnDisk
 from streamer.optim.state import check_owner
 from streamer.store.layout import Slice
-from streamer.store.purposes import MASTERING, MOMENTS, Purpose
+from streamer.store.purposes import MASTERING, MOMENTS, OPTIMIZER_STATE, Purpose
 from streamer.store.shard import HostShard
 from streamer.version import __version__
 
@@ -109,9 +110,13 @@ def save(
     if not ranks.is_alone:
         executor.synchronize()
         of_ranks = ranks.exchange(f"saving step {step} to '{path}'", random_states())
+    # it would be read into memory to be written later
+    block = block or OPTIMIZER_STATE in executor.disk_bytes()
     done: Future[None] = Future()
     what = partial(_content, model, optimizer, executor, dict(extra or {}), of_ranks, frozen=frozen)
-    if not ranks.is_alone and (block or executor.store.is_divided):
+    # of ranks, each has the state of some parameters of an optimizer of PyTorch
+    gathers = executor.store.is_divided or not isinstance(optimizer, AdamW | None)
+    if not ranks.is_alone and (block or gathers):
         _save_together(executor, ranks, Path(path), step, what)
         done.set_result(None)
         return done
@@ -375,11 +380,13 @@ def in_parts(executor: Executor) -> dict[str, str]:
     return {each.name: each.composite.kind for unit in units for each in unit.in_parts}
 
 
-def _put(pieces: list[Piece], tensor: torch.Tensor) -> str:
+def _put(pieces: list[Piece], tensor: torch.Tensor | OnDisk) -> str:
+    if isinstance(tensor, OnDisk):
+        pieces.append(Piece(str(len(pieces)), tensor.dtype, tensor.shape, tensor.read))
+        return pieces[-1].name
     if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
         raise ValueError(f"a tensor of {tensor.dtype}, {tensor.layout}, cannot be saved: make it dense, real")
-    # a copy, for it may change before it is written
-    pieces.append(Piece.of(str(len(pieces)), tensor.detach().cpu().clone()))
+    pieces.append(Piece.of(str(len(pieces)), tensor.detach()))
     return pieces[-1].name
 
 
@@ -426,13 +433,15 @@ def _gradients(unit: Unit) -> list[Piece]:
 def _optimizer(
     optimizer: torch.optim.Optimizer | None,
     moments: dict[int, list[Slice]],
-    put: Callable[[torch.Tensor], str],
+    put: Put,
 ) -> dict[str, Any]:
     """What the manifest says of the optimizer; ``moments`` gets the parameters that have any."""
     if optimizer is None:
         return {"class": None}
     if not isinstance(optimizer, AdamW):
-        return {"class": type(optimizer).__name__, "state": encode(optimizer.state_dict(), put, "optimizer")}
+        replay = vars(optimizer).get("_streamer")
+        state = optimizer.state_dict() if replay is None else replay.state_dict(optimizer, from_disk=False)
+        return {"class": type(optimizer).__name__, "state": encode(state, put, "optimizer")}
     steps: dict[str, float] = {}
     groups = []
     for group in optimizer.param_groups:

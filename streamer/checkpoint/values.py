@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from streamer.optim.replay.spill import OnDisk
+
 #: Takes a tensor that is stored outside of the JSON, and returns the name that stands for it in the JSON.
-Put = Callable[[torch.Tensor], str]
+Put = Callable[[torch.Tensor | OnDisk], str]
 
 _HUGE = 1 << 64
 
@@ -31,7 +33,7 @@ def encode(value: Any, put: Put, where: str = "extra") -> Any:
     if type(value) is float:
         return {"float": value.hex()}
     try:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor | OnDisk):
             return {"tensor": put(value)}
         if type(value) is np.ndarray:
             return {"array": put(torch.from_numpy(value.copy(order="C")))}

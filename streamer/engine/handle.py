@@ -22,6 +22,10 @@ GUARDS = ("_apply", "__deepcopy__", "__reduce_ex__", "zero_grad")
 HANDLE, HOME = "_streamer", "_streamer_home"
 
 
+#: those of all wrapped models
+_executors: weakref.WeakSet[Executor] = weakref.WeakSet()
+
+
 @dataclass(frozen=True)
 class Home:
     """Where a parameter of a wrapped model lives."""
@@ -65,6 +69,7 @@ def settle_in(executor: Executor) -> None:
     """Let the root's parameters be those on the device, and every parameter know where it lives and what to
     wait for."""
     executor.issuer.synchronize()
+    _executors.add(executor)
     for slice, param in executor.root.placed():
         param.data = slice.own(executor.pager.root_buffer)
     executor.root.show_parts()
@@ -122,6 +127,14 @@ def home_of(param: torch.Tensor) -> Home | None:
     """Where a parameter lives, or None if its model is not wrapped."""
     home = param.__dict__.get(HOME)
     return home if isinstance(home, Home) else None
+
+
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor shows weights of a wrapped model."""
+    if tensor.is_meta or tensor.is_sparse:
+        return False
+    address = tensor.data_ptr()
+    return any(executor.holds(address) for executor in _executors)
 
 
 def require_home(param: torch.Tensor) -> Home:

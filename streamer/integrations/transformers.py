@@ -34,7 +34,8 @@ class Streamed:
     """A mixin for transformers' Trainer and classes derived from it; its ``model`` is a wrapped one.
 
     - ``optim="adamw_torch"`` (the default) and its fused variant are `streamer.AdamW` in the Trainer's
-      parameter groups. ``optim_args="state_dtype=int8"`` sets the dtype of the moments.
+      parameter groups. ``optim_args="state_dtype=int8"`` sets the dtype of the moments. ``"lion_32bit"`` is
+      `streamer.Lion`; other optimizers are themselves, on fp32 masters.
     - Gradients are clipped by the norms that streamer has measured already.
     - Checkpoints hold fp32 masters and moments in ``checkpoint-N/streamer``, by `streamer.save`. Resuming
       from one continues to the bit, with any number of ranks. The frozen base of a PeftModel is left out.
@@ -72,6 +73,9 @@ class Streamed:
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        if args.optim == "lion_32bit":
+            usual = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
+            return streamer.Lion, usual
         kind, options = transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
         if kind is not torch.optim.AdamW:
             return kind, options

@@ -27,7 +27,7 @@ from streamer.model.move_in import MoveIn
 from streamer.model.options import AUTO, WrapOptions, check_dtypes_for_backward, policies
 from streamer.model.units import make_units, warn_of_misread
 from streamer.model.unwrap import forget
-from streamer.optim.torch_optimizers import serve_other_optimizers
+from streamer.optim import torch_optimizers  # noqa: F401  # lets optimizers of PyTorch update masters
 from streamer.store.host import HostStore
 from streamer.store.purposes import GRADIENTS
 from streamer.torch_private import is_sparse, sparse_parts
@@ -116,9 +116,7 @@ def stream(
             unit.module.forward = StreamedLayer(executor, unit, POLICIES[policy], cutter, forward)
         take_off = attach_guards(model, executor, plain_dtypes)
         undo.callback(take_off)
-        end_service = serve_other_optimizers(executor)
-        undo.callback(end_service)
-        close = weakref.finalize(model, _close, backend, store, end_service, ranks)
+        close = weakref.finalize(model, _close, backend, store, ranks)
         model.__dict__[HANDLE] = Wrapped(executor, planned, plain_dtypes, take_off, close, chosen)
         undo.pop_all()
     return model
@@ -167,8 +165,7 @@ def _same_on_all(options: WrapOptions, num_slots: int, units: Sequence[Unit]) ->
     return lines
 
 
-def _close(backend: Backend, store: HostStore, end_service: Callable[[], None], ranks: Ranks) -> None:
-    end_service()
+def _close(backend: Backend, store: HostStore, ranks: Ranks) -> None:
     # what this rank has begun it ends, for the others wait for it
     backend.close()
     ranks.leave()

@@ -1,105 +1,106 @@
-"""Optimizers of PyTorch on a wrapped model."""
+"""Optimizers of PyTorch that are made of parameters of a wrapped model: their steps become those of `Replay`.
+
+PyTorch calls `Optimizer.add_param_group` for every group of every optimizer, whoever makes it. There `attach`
+looks at whether the parameters are those of a wrapped model.
+"""
 
 from __future__ import annotations
 
-import inspect
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
+from functools import wraps
+from types import MethodType
 from typing import Any
 
-import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from streamer.engine.handle import home_of
-from streamer.engine.paging.executor import Executor
-from streamer.errors import warn
+from streamer.engine.handle import home_of, shares_memory
+from streamer.optim.replay.replay import Replay
+from streamer.torch_private import without_compiler
 
-#: Dtypes in which a small update is rounded away unless an fp32 master keeps it.
-_ROUNDING = (torch.bfloat16, torch.float16)
+_add_param_group = Optimizer.add_param_group
 
 
-def serve_other_optimizers(executor: Executor) -> Callable[[], None]:
-    """Let optimizers of PyTorch work on a wrapped model; the returned function ends that.
+def attach(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+    """Let `Replay` take the steps of ``optimizer``, if parameters of ``group`` are those of a wrapped model.
 
-    They read and write ``p.grad`` and weights in place, and a fused one does not tell autograd that it
-    does. Before such a step, and after its closure, updates and clipping are settled; from then on the
-    weights count as written, since a step that fails may have written some, and once more after the step.
-    The first step on 16-bit weights warns that updates are lost.
+    Raises ValueError if they are of two wrapped models, share the memory of one, or one is there twice.
     """
-    weakly = weakref.ref(executor)
-    has_warned = False
-
-    def touched(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        if getattr(optimizer, "updates_host_shards", False):
-            return []
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        homes = ((param, home_of(param)) for param in params)
-        return [param for param, home in homes if home is not None and home.executor is weakly()]
-
-    def settle(running: Executor, optimizer: torch.optim.Optimizer) -> None:
-        running.synchronize()
-        running.gradients.settle()
-        theirs = set(touched(optimizer))
-        running.gradients.narrow(theirs)
-        torch.autograd.graph.increment_version(theirs)
-
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        nonlocal has_warned
-        running = weakly()
-        if running is None or not touched(optimizer):
-            return None
-        if not running.gradients.are_kept:
-            raise RuntimeError(
-                f"update='backward' updates layers by streamer.AdamW, not {type(optimizer).__name__}: "
-                "wrap with update='step' to use another optimizer"
+    params = group["params"]
+    homes = [home for param in params if (home := home_of(param)) is not None]
+    for param in params:
+        if home_of(param) is None and shares_memory(param):
+            raise ValueError(
+                "a parameter of the optimizer shares the memory of a wrapped model: give the optimizer the "
+                "model's own parameters"
             )
-        if not running.ranks.is_alone:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} would update the weights, which the ranks share, once for each "
-                "rank: use streamer.AdamW, of which each rank updates a share"
-            )
-        running.check_thread(running.caller())
-        for param in touched(optimizer):
-            if param.grad is not None and (home := home_of(param)) is not None:
-                running.check_idle(home.unit)
-        if not has_warned and (rounded := _rounded(touched(optimizer))):
-            has_warned = True
-            warn(
-                f"{type(optimizer).__name__} keeps no fp32 masters of {rounded} weights, so updates smaller "
-                "than their rounding are lost: use streamer.AdamW, which keeps them, or stream fp32 weights "
-                "(dtype=torch.float32)"
-            )
-        settle(running, optimizer)
-        given = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
-        closure = given.arguments.get("closure")
-        if closure is None:
-            return None
-
-        def settled() -> Any:
-            loss = closure()
-            settle(running, optimizer)
-            return loss
-
-        given.arguments["closure"] = settled
-        return given.args, given.kwargs
-
-    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        written = touched(optimizer)
-        torch.autograd.graph.increment_version(written)
-        if written and (running := weakly()) is not None:
-            running.fit_budget()
-            running.end_pass()
-
-    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-
-    def end() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return end
+    if not homes or getattr(optimizer, "updates_host_shards", False):
+        return
+    if len({*map(id, params)}) < len(params):
+        raise ValueError(
+            "a parameter is in the optimizer twice: leave one of them out (tied weights are one)"
+        )
+    replay = vars(optimizer).get("_streamer")
+    executors = {id(home.executor) for home in homes} | ({id(replay.executor)} if replay else set())
+    if len(executors) > 1:
+        raise ValueError("an optimizer has parameters of two wrapped models: make one for each model")
+    if replay is None:
+        vars(optimizer)["_streamer"] = Replay(homes[0].executor, optimizer)
+        # a GradScaler leaves its scale to the step, which takes it out in fp32
+        vars(optimizer)["_step_supports_amp_scaling"] = True
+        # an attribute of the instance, as learning rate schedulers set one
+        optimizer.step = MethodType(_step, optimizer)  # type: ignore[method-assign]
+        optimizer.state_dict = MethodType(_state_dict, optimizer)  # type: ignore[method-assign]
+        optimizer.load_state_dict = MethodType(_load_state_dict, optimizer)  # type: ignore[method-assign]
+        for name, method in (("train", _train), ("eval", _eval)):  # schedule-free ones change weights in them
+            if hasattr(type(optimizer), name):
+                setattr(optimizer, name, MethodType(method, optimizer))
+    vars(optimizer)["_streamer"].take_over(params)
 
 
-def _rounded(params: Iterable[torch.Tensor]) -> str:
-    """The names of the 16-bit dtypes of ``params`` that are trained; empty where there are none."""
-    dtypes = {param.dtype for param in params if param.requires_grad}
-    return " and ".join(str(dtype).removeprefix("torch.") for dtype in _ROUNDING if dtype in dtypes)
+# `AdamW` calls what is wrapped, which has to be free of the compiler
+@wraps(without_compiler(_add_param_group))
+def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+    without_compiler(_add_param_group)(self, param_group)
+    try:
+        attach(self, self.param_groups[-1])
+    except BaseException:
+        self.param_groups.pop()
+        raise
+
+
+# PyTorch's own hooks on steps, and its profiler, work as for any step
+@Optimizer.profile_hook_step
+def _step(self: Any, *arguments: Any, **options: Any) -> Any:
+    return self._streamer.step(self, arguments, options)
+
+
+def _state_dict(self: Any) -> dict[str, Any]:
+    found: dict[str, Any] = self._streamer.state_dict(self)
+    return found
+
+
+def _load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+    self._streamer.load_state_dict(self, state_dict)
+
+
+def _train(self: Any) -> None:
+    self._streamer.call(self, "train")
+
+
+def _eval(self: Any) -> None:
+    self._streamer.call(self, "eval")
+
+
+def _check_attached(optimizer: Optimizer, arguments: Any, options: Any) -> None:
+    """Raise RuntimeError for a step of an optimizer that was made before its model was wrapped."""
+    if getattr(optimizer, "updates_host_shards", False) or "_streamer" in vars(optimizer):
+        return
+    if any(home_of(param) is not None for group in optimizer.param_groups for param in group["params"]):
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} was made before streamer.wrap: make it after, of "
+            "model.parameters()"
+        )
+
+
+Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+register_optimizer_step_pre_hook(_check_attached)

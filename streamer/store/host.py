@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -112,7 +113,8 @@ class HostStore:
         #: buffers that weights on disk pass through
         self.weight_ring: list[torch.Tensor] = []
 
-        machine = machine if self.is_divided else 0
+        self._machine = machine = machine if self.is_divided else 0
+        self._rank = rank
         number = 0
         for layout in layouts:
             owned = self.division.owned(layout, machine=machine, rank=rank)
@@ -131,6 +133,25 @@ class HostStore:
 
     def _at(self, positions: Collection[int]) -> list[HostShard]:
         return [self.shards[position] for position in sorted(positions)]
+
+    def divide_by_parameter(self, whole: Callable[[int, Purpose], torch.Tensor], *, writes: bool) -> None:
+        """Let each rank have whole parameters from now on. Of what machines divide, ``whole`` gives all of a
+        shard, by its position, for a purpose; one rank of each machine ``writes`` it. There are no moments,
+        and nothing is on disk."""
+        before = dict[tuple[HostShard, Purpose], torch.Tensor]()
+        for purpose in MASTERING if self.is_divided else ():
+            shards = [shard for shard in self.shards if purpose.name in shard.held]
+            before |= {(shard, purpose): whole(self.shards.index(shard), purpose) for shard in shards}
+        self.division = replace(self.division, by_parameter=True)
+        for shard in self.shards:
+            shard.owned = self.division.owned(shard.layout, machine=self._machine, rank=self._rank)
+        for purpose in dict.fromkeys(purpose for _, purpose in before):
+            shards = [shard for shard in self.shards if purpose.name in shard.held]
+            nbytes = sum(self._nbytes(purpose, shard) for shard in shards)
+            self._deal(purpose, self._allocate(nbytes, pinned=False), shards)
+            for shard in shards if writes else ():
+                for held, places in shard.here(purpose, range(purpose.numel(shard.layout))):
+                    held.copy_(before[shard, purpose][places])
 
     @property
     def is_divided(self) -> bool:
@@ -198,6 +219,10 @@ class HostStore:
     def holds(self, purposes: Iterable[Purpose]) -> bool:
         """Whether there is room for each of ``purposes``, in its dtype."""
         return all(shard.has(purpose) for purpose in purposes for shard in self.shards)
+
+    def holds_some(self, purposes: Iterable[Purpose]) -> bool:
+        """Whether there is room for one of ``purposes``."""
+        return any(shard.has(purpose) for purpose in purposes for shard in self.shards)
 
     def drop(self, purposes: Iterable[Purpose]) -> None:
         """Free what is held for ``purposes``. Not for pinned buffers: the backend has them registered."""

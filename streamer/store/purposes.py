@@ -80,6 +80,8 @@ WEIGHT_RING = "ring of weights on disk"
 FILE_BLOCKS = "blocks of files"
 #: Weights on disk that the user's code has asked for.
 ASKED_FOR = "weights asked for"
+#: State of optimizers of PyTorch, and what their updates widen masters and gradients into.
+OPTIMIZER_STATE, UPDATE_SCRATCH = "optimizer state", "scratch of updates"
 #: What layers have saved for backward and paged out.
 SAVED_INPUTS = "saved inputs"
 
@@ -87,7 +89,16 @@ SAVED_INPUTS = "saved inputs"
 PINNED = frozenset({WEIGHTS.name, GRADIENTS.name, SUMS.name, STAGING, SAVED_INPUTS, WEIGHT_RING})
 
 #: What each of several ranks has of its own; the rest all of them share.
-OF_EACH_RANK = (STAGING, SAVED_INPUTS, STATE_RING, WEIGHT_RING, FILE_BLOCKS, ASKED_FOR)
+OF_EACH_RANK = (
+    STAGING,
+    SAVED_INPUTS,
+    STATE_RING,
+    WEIGHT_RING,
+    FILE_BLOCKS,
+    ASKED_FOR,
+    OPTIMIZER_STATE,
+    UPDATE_SCRATCH,
+)
 
 
 def of_all_ranks(host: Mapping[str, int], ranks: int) -> dict[str, int]:

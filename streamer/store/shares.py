@@ -7,6 +7,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from streamer.store.layout import Layout, Slice, Stretch
@@ -43,20 +44,23 @@ class Share:
         return self.elements
 
 
-def shares_of(layout: Layout, size: int) -> list[Share]:
+def shares_of(layout: Layout, size: int, *, by_parameter: bool = False) -> list[Share]:
     """Cut a unit's state into a share for each of ``size`` ranks, as even as they can be.
 
     A share begins where a parameter begins, or a multiple of `BLOCK` elements after that, so that an update
-    of shares draws the random bits of an update of the whole, and 8-bit blocks stay whole.
+    of shares draws the random bits of an update of the whole, and 8-bit blocks stay whole. With
+    ``by_parameter`` each has whole parameters.
     """
     whole = Share(0, layout.state_numel, 0, layout.grad_nbytes, 0, layout.state_blocks)
-    return parts_of(layout, whole, size)
+    return parts_of(layout, whole, size, by_parameter=by_parameter)
 
 
-def parts_of(layout: Layout, share: Share, size: int) -> list[Share]:
+def parts_of(layout: Layout, share: Share, size: int, *, by_parameter: bool = False) -> list[Share]:
     """Cut a ``share`` of a unit's state, or the whole of it, into ``size`` parts, as `shares_of` does."""
     numel = share.stop - share.start
-    cuts = [_cut(layout, share.start + numel * part // size) for part in range(1, size)]
+    wanted = [share.start + numel * part // size for part in range(1, size)]
+    cut = partial(_cut_between, share=share) if by_parameter else _cut
+    cuts = [cut(layout, element) for element in wanted]
     first = share.start, share.first_byte, share.first_block
     last = share.stop, share.stop_byte, share.stop_block
     return [
@@ -75,6 +79,15 @@ def _cut(layout: Layout, element: int) -> tuple[int, int, int]:
     return inside.index + at, inside.offset + at * inside.dtype.itemsize, inside.block + at // QUANTUM
 
 
+def _cut_between(layout: Layout, element: int, share: Share) -> tuple[int, int, int]:
+    """The place nearest to ``element`` in a ``share`` of whole parameters where a parameter begins, or the
+    share ends."""
+    places = [(each.index, each.offset, each.block) for each in layout.trainable]
+    places.append((share.stop, share.stop_byte, share.stop_block))
+    inside = (place for place in places if share.start <= place[0] <= share.stop)
+    return min(inside, key=lambda place: abs(place[0] - element))
+
+
 @dataclass(frozen=True)
 class Owned:
     """What of a unit one rank has to do with: it writes ``share`` on its machine, whose ranks update the
@@ -89,15 +102,23 @@ class Owned:
 @dataclass(frozen=True)
 class Division:
     """So many ``ranks`` of each machine share a state, which so many ``machines`` divide among them, or of
-    which each has the whole if that is 1."""
+    which each has the whole if that is 1. ``by_parameter`` each rank has whole parameters."""
 
     ranks: int = 1
     machines: int = 1
+    by_parameter: bool = False
+
+    def shares(self, layout: Layout) -> list[Share]:
+        """What each rank of a machine writes of a unit there."""
+        return shares_of(layout, self.ranks, by_parameter=self.by_parameter)
 
     def parts(self, layout: Layout) -> list[list[Share]]:
         """By machine what each of its ranks updates of a unit: a part of that rank's share. The other parts
         of the share are for the ranks of that number of the other machines."""
-        of_ranks = [parts_of(layout, share, self.machines) for share in shares_of(layout, self.ranks)]
+        of_ranks = [
+            parts_of(layout, share, self.machines, by_parameter=self.by_parameter)
+            for share in self.shares(layout)
+        ]
         return [list(of_machine) for of_machine in zip(*of_ranks, strict=True)]
 
     def owned(self, layout: Layout, *, machine: int = 0, rank: int = 0) -> Owned:
@@ -105,7 +126,7 @@ class Division:
         all are alike."""
         is_divided = self.machines > 1
         parts = self.parts(layout)[machine if is_divided else 0]
-        return Owned(shares_of(layout, self.ranks)[rank], tuple(parts), rank, is_divided)
+        return Owned(self.shares(layout)[rank], tuple(parts), rank, is_divided)
 
     def nbytes(self, purpose: Purpose, layout: Layout) -> int:
         """Bytes that a unit takes on each machine: as many on all, though parts are not all of one size."""

@@ -147,14 +147,6 @@ def test_options(options: dict[str, Any], tmp_path: Path) -> None:
         assert len(forwards) == 2 * run.state.global_step, "no layer runs a third time"
 
 
-def test_the_optimizer_that_the_trainer_makes_warns_of_lost_updates(tmp_path: Path) -> None:
-    with wrapped(llama().bfloat16()) as model:
-        given = trainer(model, tmp_path)
-        own = Trainer(model, given.args, train_dataset=DATA)
-        with pytest.warns(UserWarning, match="no fp32 masters of bfloat16 weights.*streamer.AdamW"):
-            own.train()
-
-
 def test_accelerate(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 

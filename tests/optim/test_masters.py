@@ -137,7 +137,6 @@ def test_a_write_that_changes_no_value_changes_no_master(dtype: torch.dtype, wri
         assert not torch.equal(expected, before[name]), "the steps are smaller than a unit in the last place"
 
 
-@pytest.mark.filterwarnings("ignore:SGD keeps no fp32 masters:UserWarning")
 @pytest.mark.parametrize("dtype", SHORT)
 def test_a_second_optimizer_in_a_layer_leaves_the_masters_of_others(dtype: torch.dtype) -> None:
     def run(*, with_second: bool) -> Exact:

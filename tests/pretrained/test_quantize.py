@@ -32,6 +32,7 @@ from streamer.engine.handle import wrapped
 from streamer.pretrained.quantize import SCHEMES, quantize_weights
 from tests.model_folders import rewritten
 from tests.on_disk import least_of
+from tests.optim.masters import MASTER, master
 from tests.quantized import assert_equal, history, sizes
 from tests.reference import in_turn
 
@@ -103,7 +104,7 @@ def streamed(folder: Path, **options: Any) -> Any:
 
 
 def take_adapters(reference: nn.Module, model: nn.Module) -> None:
-    """Let the ``reference`` have the adapters of ``model``, in its dtype, with gradients in all of them."""
+    """Let the ``reference`` have the adapters of ``model`` with their masters, and gradients in all."""
     own = dict(model.named_parameters())
     torch.manual_seed(2)
     with torch.no_grad():
@@ -112,6 +113,7 @@ def take_adapters(reference: nn.Module, model: nn.Module) -> None:
                 if "lora_B" in name:
                     own[name].normal_(std=0.05)
                 param.data = own[name].detach().clone()
+                vars(param)[MASTER] = master(own[name])
 
 
 @pytest.mark.parametrize(("word", "activations"), in_turn(WORDS, ["recompute", "keep"]))

@@ -174,12 +174,6 @@ def sleeps(rank: int) -> None:
     backward(made, 0, rank, 1, None)
 
 
-def other_optimizer(rank: int) -> None:
-    made = wrapped()
-    backward(made, 0, rank, 1, None)
-    torch.optim.SGD(made.parameters(), lr=0.1).step()
-
-
 def outside(rank: int) -> None:
     made = wrapped()
     made.layers[0].up.weight.square().sum().backward()
@@ -217,7 +211,7 @@ PROGRAMS = {
         *(without_group, writes_at_once, zeroes_and_scales),
         *(auto, auto_fails),
         *(fails_together, fails_leading, fails_beside_a_collective),
-        *(raises, sleeps, other_optimizer, outside),
+        *(raises, sleeps, outside),
     )
 }
 
@@ -246,7 +240,6 @@ TOLD = {
     "fails_beside_a_collective": ("RanksError: rank 1 has failed: ValueError: the disk is broken", None),
     "raises": ("RanksError: rank 1 has ended", None),
     "sleeps": ("RanksError: rank 1 did not come within 3 s", None),
-    "other_optimizer": ("RuntimeError: SGD would update the weights.*use streamer.AdamW",) * 2,
     "outside": ("RuntimeError: 'layers.0.up.weight' is used outside of its layer",) * 2,
 }
 
@@ -254,7 +247,7 @@ TOLD = {
 #: Programs that both ranks survive, one after another in the same processes, and the machines of the ranks.
 SURVIVED: list[tuple[list[str], int | None]] = [
     (["without_group", "writes_at_once", "zeroes_and_scales", "auto", "auto_fails", "outside"], None),
-    (["other_model", "other_options", "wrap_fails", "other_optimizer", "other_rate", "skips_a_layer"], None),
+    (["other_model", "other_options", "wrap_fails", "other_rate", "skips_a_layer"], None),
     (["writes_at_once", "auto", "other_model"], 2),
 ]
 #: Programs that end a rank, or leave it where the other one does not come.

@@ -90,7 +90,7 @@ from streamer.store.host import HostStore
 from streamer.store.layout import ALIGN_BYTES, Layout, Stretch
 from streamer.store.ledger import gather_bytes, reduce_bytes
 from streamer.store.purposes import FP32, Purpose
-from streamer.store.shares import Share, places_of, shares_of, within
+from streamer.store.shares import Share, places_of, within
 
 
 @dataclass
@@ -171,13 +171,37 @@ class AcrossRanks:
         #: what a plan takes for the sum of squares, since its lanes do no work
         is_planned = issuer.backend.device.type == "meta"
         self._without_values = torch.empty((), device="meta") if is_planned else None
-        self._shares = {unit.index: shares_of(unit.layout, ranks.local_size) for unit in units}
-        #: by unit and machine, what each of its ranks updates
-        self._parts = {unit.index: store.division.parts(unit.layout) for unit in (*units, root)}
+        self._divide()
         self._used: dict[int, int] = {}
         self._new: dict[int, int] = {}
         #: gradients that were averaged in the backward that is running
         self._num_reduced = 0
+
+    def _divide(self) -> None:
+        division, every = self._store.division, (*self._units, self._root)
+        self._shares = {unit.index: division.shares(unit.layout) for unit in every}
+        #: by unit and machine, what each of its ranks updates
+        self._parts = {unit.index: division.parts(unit.layout) for unit in every}
+
+    def divide_by_parameter(self) -> None:
+        """Let each rank update whole parameters from now on. An exchange, between two steps."""
+        if self.ranks.is_alone or self._store.division.by_parameter:
+            return
+        self._issuer.synchronize()
+        every = (*self._units, self._root)
+
+        is_planned = self._without_values is not None
+
+        def whole(position: int, purpose: Purpose) -> torch.Tensor:
+            if is_planned:
+                return torch.empty(0)
+            unit = every[position]
+            return self.whole(unit, purpose, range(purpose.numel(unit.layout)))
+
+        with self.ranks.together("dividing optimizer state by parameters"):
+            writes = self.ranks.is_first_of_machine and not is_planned
+            self._store.divide_by_parameter(whole, writes=writes)
+        self._divide()
 
     def reduce(self, unit: Unit, slot: int, gradient: torch.Tensor, used: Sequence[bool]) -> Reduced:
         """Average this rank's share of the gradient of ``unit`` in ``slot``, of which it has ``used`` some.
@@ -346,6 +370,11 @@ class AcrossRanks:
         ranks."""
         if not self.ranks.is_alone:
             self._agree(tuple(units), f"optimizer.step() of {len(units)} units ({told})")
+
+    def root_offloaded(self) -> None:
+        """The root's gradients are about to be read as a whole, to which each rank has copied its share."""
+        if not self.ranks.is_alone:
+            self._agree((ROOT,), "the gradients of what is in no layer are in host memory")
 
     def after_update(self, unit: Unit) -> None:
         """The update of ``unit`` was issued."""

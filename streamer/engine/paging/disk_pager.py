@@ -34,11 +34,13 @@ Of a unit that is in host memory the update is one STEP, and its weights pass th
 
 from __future__ import annotations
 
+import abc
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
+from torch import nn
 
 from streamer.backends.base import Event
 from streamer.engine.paging.across_ranks import AcrossRanks
@@ -54,6 +56,19 @@ from streamer.store.weights_on_disk import WeightsOnDisk
 
 #: The update of a unit, given its shard; of one on disk a `Window` for each chunk, one after the other.
 ShardUpdate = Callable[[HostShard], None]
+
+
+class WholeUpdate(abc.ABC):
+    """An update that goes through its shard itself, a parameter at a time, also where state is on disk. Of
+    ranks, each updates some parameters, from the whole of their gradients."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        #: the parameters of the shard that are updated, on one rank or another
+        self.params = params
+
+    @abc.abstractmethod
+    def __call__(self, shard: HostShard) -> None:
+        """Update ``shard``."""
 
 
 class DiskPager:
@@ -195,6 +210,12 @@ class DiskPager:
         if place is not None:
             weights = {WEIGHTS.name: self._buffers[place][: shard.layout.nbytes]}
         disk = shard.disk
+        if isinstance(work, WholeUpdate):
+            here = Window(shard, weights) if weights else shard
+            chunks = tuple(chunk.number for chunk in disk.chunks)
+            issue(ops.step(unit, source, nbytes, None, place, chunks), partial(work, here))
+            self._write_weights(unit, place)
+            return
         if not disk.own:
             # with state on disk, a share without a chunk has no elements to update
             whole = Window(shard, weights) if weights else shard

@@ -38,7 +38,7 @@ from streamer.backends.ranks import Ranks
 from streamer.engine.guard import TAG, Kind, Touch, as_plain, is_in_graph, never_traced
 from streamer.engine.paging.across_ranks import AcrossRanks
 from streamer.engine.paging.device_memory import Budget, DeviceMemory, HostWatch
-from streamer.engine.paging.disk_pager import ShardUpdate
+from streamer.engine.paging.disk_pager import ShardUpdate, WholeUpdate
 from streamer.engine.paging.gradients import Gradients
 from streamer.engine.paging.pager import Pager
 from streamer.engine.paging.saved_inputs import InputPager
@@ -56,8 +56,10 @@ from streamer.store.placement import make_room, place_moments, ring_bytes
 from streamer.store.purposes import (
     ASKED_FOR,
     MASTERING,
+    OPTIMIZER_STATE,
     SAVED_INPUTS,
     STATE_RING,
+    UPDATE_SCRATCH,
     Purpose,
     of_all_ranks,
 )
@@ -155,7 +157,7 @@ class Executor:
             num_slots=num_slots,
             sum_in_fp32=sum_in_fp32,
             in_backward=update_in_backward,
-            room=self._host_of_all,
+            room=self.host_of_all,
             access=weakref.ref(self),
         )
         self.saved = SavedBytes()
@@ -192,6 +194,11 @@ class Executor:
         self._host_watch = HostWatch(backend)
         #: by the name of a parameter, the token of the optimizer that updates it (`AdamW.token`)
         self.updated_by: dict[str, object] = {}
+        #: bytes of the state of optimizers of PyTorch, which they hold themselves
+        self.optimizer_state: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        #: and those of it that are on disk
+        self.optimizer_state_on_disk: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._scratch = torch.empty(2, 0)
         self._root_ready = False
         #: by unit, moments whose memory user code has got
         self._aliased_moments: dict[int, list[torch.Tensor]] = {}
@@ -356,7 +363,7 @@ class Executor:
                 squares = self.gradients.measure(unit, run.gradient, run.used)
             is_updated = self.gradients.copy_out(unit, into, run.gradient, run.used, squares)
         if is_updated:
-            self.pager.update_issued(unit)
+            self.pager.update_issued(unit, unit.params)
             self.pager.prefetch()
 
     def before(self, touch: Touch) -> None:
@@ -528,6 +535,8 @@ class Executor:
         self.gradients.take_in()
         if ROOT in updates:
             self.gradients.offload_root()
+            if isinstance(updates[ROOT][0], WholeUpdate):
+                self.across.root_offloaded()
         for unit in (self.root, *self.units):
             if unit.index in updates:
                 unit.updates += 1
@@ -535,7 +544,9 @@ class Executor:
                 self.pager.parameters.begin_flight(unit)
                 self.pager.update(unit, update, nbytes, ops.gradient(unit.index))
                 self.across.after_update(unit)
-                self.pager.update_issued(unit)
+                self.pager.update_issued(
+                    unit, update.params if isinstance(update, WholeUpdate) else unit.params
+                )
         self._root_ready = False
         self.fit_budget()
         self.pager.prefetch()
@@ -559,6 +570,15 @@ class Executor:
         self.gradients.release()
         self.inputs.release()
         self.across.release()
+        self._scratch = torch.empty(2, 0)
+
+    def holds(self, address: int) -> bool:
+        """Whether weights of the model are at this address, in host memory or on the device."""
+        if self.released or self.backend.device.type == "meta":
+            return False
+        shards = (shard for shard in self.store.shards if not shard.is_out)
+        buffers = [*(shard.weight for shard in shards), self.pager.root_buffer]
+        return any(buffer.data_ptr() <= address < buffer.data_ptr() + buffer.nbytes for buffer in buffers)
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes that the wrapped model holds on the device, by purpose."""
@@ -566,8 +586,24 @@ class Executor:
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes that the wrapped model holds in host memory, by purpose."""
-        beside = {SAVED_INPUTS: self.inputs.places.nbytes, ASKED_FOR: self.pager.parameters.copied_bytes()}
+        beside = {
+            SAVED_INPUTS: self.inputs.places.nbytes,
+            ASKED_FOR: self.pager.parameters.copied_bytes(),
+            OPTIMIZER_STATE: sum(self.optimizer_state.values()),
+            UPDATE_SCRATCH: self.scratch_bytes(),
+        }
         return self.store.bytes_by_purpose() | {name: nbytes for name, nbytes in beside.items() if nbytes}
+
+    def scratch(self, numel: int) -> torch.Tensor:
+        """Memory that updates in the HOST lane use one after another, [2, ``numel`` or more] in fp32."""
+        if self._scratch.shape[1] < numel:
+            device = "meta" if self.backend.device.type == "meta" else "cpu"
+            self._scratch = torch.empty(2, numel, dtype=torch.float32, device=device)
+        return self._scratch
+
+    def scratch_bytes(self) -> int:
+        """Bytes of what `scratch` gives."""
+        return self._scratch.nbytes
 
     def host_available(self) -> int:
         """Bytes of host memory that may still be taken."""
@@ -591,7 +627,7 @@ class Executor:
             return host(needed, free, remedy)
         return Tier("host_memory", needed, left, f"{remedy}, or wrap with a larger host_memory")
 
-    def _host_of_all(self, wanted: Mapping[str, int], remedy: str) -> Tier:
+    def host_of_all(self, wanted: Mapping[str, int], remedy: str) -> Tier:
         """`host` for bytes by purpose that all ranks are about to take."""
         needed = sum(of_all_ranks(wanted, self.store.division.ranks).values())
         return self.host(needed, remedy, by_all=True)
@@ -656,7 +692,10 @@ class Executor:
 
     def disk_bytes(self) -> dict[str, int]:
         """Bytes that the wrapped model holds on disk, by purpose."""
-        return self.store.disk_bytes_by_purpose()
+        of_optimizers = sum(self.optimizer_state_on_disk.values())
+        return self.store.disk_bytes_by_purpose() | (
+            {OPTIMIZER_STATE: of_optimizers} if of_optimizers else {}
+        )
 
     def place_moments(self, purposes: Sequence[Purpose], given_up: Sequence[Purpose]) -> frozenset[int]:
         """The positions of the units whose optimizer state for ``purposes`` is to be on disk, in place of

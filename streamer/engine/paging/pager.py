@@ -266,9 +266,10 @@ class Pager:
         in ``source``. Where its weights are on disk, it may be issued when they are read."""
         self._disk.update(unit.index, work, nbytes, source)
 
-    def update_issued(self, unit: Unit) -> None:
-        """The update of ``unit``'s host shard was issued: the trained weights in its slot are stale."""
-        self.parameters.changed(unit)
+    def update_issued(self, unit: Unit, params: Iterable[torch.Tensor]) -> None:
+        """An update of these parameters in ``unit``'s host shard was issued: the trained weights in its slot
+        are stale."""
+        self.parameters.changed(unit, params)
         if unit.index == ROOT:
             self.unshard_root(unit.layout.grad_nbytes)
         elif (slot := self.slots.find(unit.index)) is not None:
@@ -280,7 +281,7 @@ class Pager:
         """All of ``unit``'s host shard was exchanged, what is frozen too."""
         self.fill_alone(False)
         self._disk.forget(unit.index)
-        self.parameters.changed(unit)
+        self.parameters.changed(unit, unit.params)
         if unit.index == ROOT:
             self.unshard_root()
         else:

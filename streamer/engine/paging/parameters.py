@@ -140,11 +140,11 @@ class Parameters:
                 self._read_again(unit)
             seen.in_flight = False
 
-    def changed(self, unit: Unit) -> None:
-        """An update of ``unit`` was issued, or a checkpoint loaded into its shard."""
+    def changed(self, unit: Unit, params: Iterable[torch.Tensor]) -> None:
+        """An update of these parameters of ``unit`` was issued, or a checkpoint loaded into its shard."""
         seen = self.of[unit.index]
         # for autograd the weights are written here, as by any optimizer
-        torch.autograd.graph.increment_version(unit.params)
+        torch.autograd.graph.increment_version([*params])
         seen.written = unit.written()
         if seen.copy is not Copy.NONE:
             seen.copy = Copy.OLD if self._store.is_shared else Copy.CHANGED

@@ -195,10 +195,18 @@ def norm(unit: int, nbytes: int) -> Op:
 
 
 @_made_once
-def step(unit: int, source: Place, nbytes: int, ring: int | None = None, weights: int | None = None) -> Op:
+def step(
+    unit: int,
+    source: Place,
+    nbytes: int,
+    ring: int | None = None,
+    weights: int | None = None,
+    chunks: tuple[int, ...] = (),
+) -> Op:
     """Update a unit's host shard from its gradient, which is in ``source``; of state on disk the chunk in
-    buffer ``ring``, of weights on disk those in buffer ``weights`` of their ring."""
-    here = () if ring is None else (state_ring(ring),)
+    buffer ``ring``, or these ``chunks`` where they are; of weights on disk those in buffer ``weights`` of
+    their ring."""
+    here = (*map(state, chunks), *(() if ring is None else (state_ring(ring),)))
     here = here if weights is None else (*here, weight_ring(weights))
     return Op(OpKind.STEP, unit, ring, (source, *here), (shard(unit), *here), nbytes)
 

@@ -1,0 +1,75 @@
+"""Bytes of the state that an optimizer will make for a parameter, before it makes any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from streamer.optim.replay.probe import ready
+from streamer.optim.replay.shadow import Values
+from streamer.optim.replay.step import Call
+from streamer.torch_private import storage_id, without_values
+
+
+def state_bytes(optimizer: Optimizer, param: torch.Tensor, call: Call) -> int:
+    """Bytes of host memory that the state of ``param`` takes after a step, in fp32: by a step of the
+    optimizer's class on a tensor without values, or on ones where the class needs values."""
+    try:
+        with without_values():
+            return _after_a_step(optimizer, param, call)
+    except Exception:  # any error of an optimizer's own code: it looks at values, which such tensors lack
+        return _after_a_step(optimizer, param, call)
+
+
+def needed_by(optimizer: Optimizer, is_counted: Callable[[nn.Parameter], bool], call: Call) -> dict[int, int]:
+    """Bytes of the state of each parameter that ``is_counted``, by its identity."""
+    of_shape: dict[tuple[int, torch.Size], int] = {}
+    needed = dict[int, int]()
+    for number, group in enumerate(optimizer.param_groups):
+        for param in filter(is_counted, group["params"]):
+            key = number, param.shape
+            if key not in of_shape:
+                of_shape[key] = state_bytes(optimizer, param, call)
+            needed[id(param)] = of_shape[key]
+    return needed
+
+
+def beyond(units: Iterable[Sequence[int]], needed: Mapping[int, int], room: int) -> set[int]:
+    """The parameters whose state goes to disk, where ``room`` bytes of memory are left for state: those of
+    the units that do not fit, of which the first are the first to be updated. [Note: placement]"""
+    gone = set[int]()
+    for params in units:
+        nbytes = sum(needed[param] for param in params)
+        if nbytes <= room:
+            room -= nbytes
+        else:
+            gone |= {*params}
+    return gone
+
+
+def _after_a_step(optimizer: Optimizer, param: torch.Tensor, call: Call) -> int:
+    stand_in = nn.Parameter(torch.ones(param.shape, dtype=torch.float32))
+    stand_in.grad = torch.ones(param.shape, dtype=torch.float32)
+    shadow = ready(Values.of(optimizer).shadow(optimizer, {id(param): stand_in}, {}))
+    call.run(shadow)
+    return held_bytes(shadow.state.get(stand_in, {}))
+
+
+def held_bytes(state: Any) -> int:
+    """Bytes of the tensors in ``state``, each storage once."""
+    return sum({storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in _tensors(state)}.values())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

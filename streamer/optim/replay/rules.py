@@ -1,0 +1,113 @@
+"""Optimizers whose step on one parameter is one of our kernels: Adam and AdamW, SGD with momentum, Lion, the
+AdamW in Muon.
+
+A rule makes the state that the optimizer's class would make, and updates it as the class would: SGD and Lion
+to the bit, Adam and AdamW within some last places, rounded less often (`streamer_native.adam`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.optimizer import Optimizer
+
+import streamer_native as native
+from streamer.optim.lion import Lion
+from streamer.optim.muon import Muon
+from streamer.store.purposes import FP16, FP32
+from streamer.store.shard import array
+
+
+class Memory(NamedTuple):
+    """One parameter's ``weight`` and ``gradient``, flat. ``beside`` makes a master of a 16-bit weight: the
+    remainder of a bf16 one, the fp32 master of an fp16 one. The gradient is multiplied by ``scale`` first.
+    The state is in the parameter's ``shape``."""
+
+    weight: torch.Tensor
+    beside: torch.Tensor
+    gradient: torch.Tensor
+    scale: float
+    shape: torch.Size
+
+    def arrays(self) -> tuple[Any, Any, Any]:
+        """Weight, what is beside it (None for an fp32 weight) and gradient, as the kernels take them."""
+        beside = None if self.weight.dtype == FP32 else array(self.beside)
+        return array(self.weight), beside, array(self.gradient)
+
+
+#: Updates a parameter and its state with the options of its group.
+Rule = Callable[[Memory, dict[str, Any], Mapping[str, Any]], None]
+
+
+def rule_of(kind: type[Optimizer], group: Mapping[str, Any], dtype: torch.dtype) -> Rule | None:
+    """The rule of an optimizer's class with the options of ``group`` for weights of ``dtype``, None where no
+    kernel does the same. fp32 weights are updated by AdamW's own code, to the bit."""
+    unlike = ("amsgrad", "maximize", "differentiable", "capturable")
+    if any(group.get(option) for option in unlike):
+        return None
+    if dtype != FP32 and (kind is AdamW or (kind is Adam and _decays_apart(group))):
+        return _adamw
+    if kind is SGD and group["momentum"]:
+        return _sgd
+    if dtype != FP32 and kind is Muon and not group["use_muon"]:
+        return _adamw
+    return _lion if kind is Lion else None
+
+
+def _decays_apart(group: Mapping[str, Any]) -> bool:
+    return not group["weight_decay"] or bool(group.get("decoupled_weight_decay"))
+
+
+def _adamw(memory: Memory, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+    if not state:
+        state["step"] = torch.zeros((), dtype=FP32)
+        state["exp_avg"] = torch.zeros(memory.shape, dtype=FP32)
+        state["exp_avg_sq"] = torch.zeros(memory.shape, dtype=FP32)
+    state["step"] += 1
+    beta1, beta2 = map(float, group["betas"])
+    step = int(state["step"].item())
+    hyper = native.Hyper(
+        float(group["lr"]), beta1, beta2, group.get("adam_eps", group["eps"]), group["weight_decay"], step
+    )
+    weight, beside, gradient = memory.arrays()
+    segments = [native.Segment(0, len(weight), hyper)]
+    moments = array(state["exp_avg"]), array(state["exp_avg_sq"])
+    if memory.weight.dtype == FP32:
+        native.adamw_fp32(weight, gradient, *moments, segments, grad_scale=memory.scale)
+    else:
+        kernel = native.adamw_fp16 if memory.weight.dtype == FP16 else native.adamw_split
+        kernel(weight, beside, gradient, *moments, segments, grad_scale=memory.scale)
+
+
+def _sgd(memory: Memory, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+    is_first = state.get("momentum_buffer") is None
+    if is_first:
+        state["momentum_buffer"] = torch.zeros(memory.shape, dtype=FP32)
+    native.sgd(
+        *memory.arrays(),
+        array(state["momentum_buffer"]),
+        lr=float(group["lr"]),
+        weight_decay=group["weight_decay"],
+        decay=group["momentum"],
+        gain=1.0 if is_first else 1 - group["dampening"],
+        nesterov=group["nesterov"],
+        grad_scale=memory.scale,
+    )
+
+
+def _lion(memory: Memory, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+    if not state:
+        state["exp_avg"] = torch.zeros(memory.shape, dtype=FP32)
+    beta1, beta2 = group["betas"]
+    native.lion(
+        *memory.arrays(),
+        array(state["exp_avg"]),
+        lr=float(group["lr"]),
+        weight_decay=group["weight_decay"],
+        beta1=beta1,
+        beta2=beta2,
+        grad_scale=memory.scale,
+    )

@@ -1,0 +1,184 @@
+"""Optimizer state on disk: what host memory has no room for, between the updates that need it.
+
+The state of a parameter on disk has an `OnDisk` in place of each tensor of 64 KiB or more. A part's state is
+read while the part before it is updated, and written while the part after it is. So three parts are in memory
+at most.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from streamer.backends.base import Lock
+from streamer.backends.disk import Extent
+from streamer.store.host import HostStore
+from streamer.store.on_disk import Disk
+from streamer.store.purposes import OPTIMIZER_STATE
+
+#: Bytes of a tensor that is worth a read of its own.
+LEAST = 64 << 10
+#: Parts whose state is in memory at a time.
+IN_MEMORY = 3
+
+#: The parameters of a part, by their identities.
+Key = tuple[int, ...]
+#: Gives the states of a part's parameters as they are held.
+States = Callable[[], list[Any]]
+#: Takes them.
+Keep = Callable[[list[Any]], None]
+
+
+@dataclass(frozen=True, eq=False)
+class OnDisk:
+    """A tensor in an extent of ``disk``. ``buffer`` gives memory that it can be read into."""
+
+    disk: Disk
+    extent: Extent
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    buffer: Callable[[int], torch.Tensor]
+
+    def read(self, into: torch.Tensor | None = None) -> torch.Tensor:
+        """The tensor, in the memory ``into`` (flat uint8) or in new memory. Raises DiskError."""
+        into = self.buffer(self.extent.padded_bytes) if into is None else into
+        self.disk.read(self.extent, into)
+        return self._shown_in(into)
+
+    def write(self, tensor: torch.Tensor, through: torch.Tensor) -> None:
+        """Write ``tensor``, which is in the memory ``through`` (flat uint8) or is copied there. Raises
+        DiskError."""
+        there = self._shown_in(through)
+        if there.data_ptr() != tensor.data_ptr():
+            there.copy_(tensor)
+        self.disk.write(self.extent, through)
+
+    def _shown_in(self, memory: torch.Tensor) -> torch.Tensor:
+        flat = memory[: prod(self.shape) * self.dtype.itemsize].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
+class Spill:
+    """Moves the state of parts between memory and disks of ``store``."""
+
+    def __init__(self, store: HostStore) -> None:
+        self._disk = store.disks.open()
+        store.scratch[f"{OPTIMIZER_STATE} {id(self)}"] = self._disk
+        self._buffer = store.disks.buffer
+        self._reading: dict[Key, Future[list[Any]]] = {}
+        self._writing: dict[Key, Future[None]] = {}
+        #: memory of transfers that is free, by its bytes, and that is in use, by its address
+        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        self._used: dict[int, torch.Tensor] = {}
+        self._lock = Lock()
+        self._readers, self._writers = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+
+    def begin_read(self, key: Key, states: States) -> None:
+        """Read the ``states`` of a part, if that has not begun."""
+        if key not in self._reading:
+            self._reading[key] = self._readers.submit(self._read, self._writing.get(key), states)
+
+    def fetch(self, key: Key, states: States) -> list[Any]:
+        """The ``states`` of a part in memory. Raises DiskError."""
+        self.begin_read(key, states)
+        return self._reading.pop(key).result()
+
+    def put_back(self, key: Key, old: States, new: Sequence[Any], keep: Keep) -> None:
+        """Write the ``new`` states of a part in place of the ``old`` ones, and give them, with `OnDisk` in
+        place of tensors, to ``keep``. Raises DiskError if a write of before has failed."""
+        for other in [other for other in self._reading if not {*other}.isdisjoint(key)]:
+            del self._reading[other]
+        for other in [other for other, future in self._writing.items() if future.done()]:
+            self._writing.pop(other).result()
+        self._writing[key] = self._writers.submit(self._write, old, new, keep)
+
+    def finish(self) -> None:
+        """Wait until all is written. Raises DiskError."""
+        while self._writing:
+            self._writing.popitem()[1].result()
+
+    def _read(self, written: Future[None] | None, states: States) -> list[Any]:
+        if written is not None:
+            written.result()
+        return [mapped(state, self._in_memory) for state in states()]
+
+    def _in_memory(self, value: Any) -> Any:
+        if not isinstance(value, OnDisk):
+            return value
+        through = self._memory(value.extent.padded_bytes)
+        read = value.read(through)
+        with self._lock:
+            self._used[read.data_ptr()] = through
+        return read
+
+    def _write(self, old: States, new: Sequence[Any], keep: Keep) -> None:
+        places = [each for state in old() for each in leaves(state) if isinstance(each, OnDisk)]
+        keep([mapped(state, partial(self._on_disk, places)) for state in new])
+
+    def _on_disk(self, places: list[OnDisk], value: Any) -> Any:
+        """What stands for ``value``: in the first of ``places`` that is as large, or else in a new one."""
+        if not isinstance(value, torch.Tensor) or value.nbytes < LEAST:
+            return value
+        old = next((each for each in places if each.extent.nbytes == value.nbytes), None)
+        if old is not None:
+            places.remove(old)
+            extent = old.extent
+        else:
+            extent = self._disk.extent(value.nbytes)
+            self._disk.allocate()
+        stride = value.stride() if _is_dense(value) else value.contiguous().stride()
+        place = OnDisk(self._disk, extent, value.dtype, tuple(value.shape), stride, self._buffer)
+        with self._lock:
+            through = self._used.pop(value.data_ptr(), None)
+        through = self._memory(extent.padded_bytes) if through is None else through
+        place.write(value, through)
+        with self._lock:
+            self._free[extent.padded_bytes].append(through)
+        return place
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        with self._lock:
+            free = self._free[nbytes]
+            return free.pop() if free else self._buffer(nbytes)
+
+
+def in_memory(state: Any) -> Any:
+    """A copy of a state, read from disk. Raises DiskError."""
+    return mapped(state, lambda value: value.read() if isinstance(value, OnDisk) else value)
+
+
+def is_on_disk(state: Any) -> bool:
+    """Whether some of a state is on disk."""
+    return any(isinstance(each, OnDisk) for each in leaves(state))
+
+
+def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """``value`` with ``function`` of each leaf of its dicts, lists and tuples in the leaf's place."""
+    if isinstance(value, dict):
+        return {name: mapped(item, function) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(mapped(item, function) for item in value)
+    return function(value)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """The leaves of its dicts, lists and tuples."""
+    items = value.values() if isinstance(value, dict) else value
+    if isinstance(value, dict | list | tuple):
+        for item in items:
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements are all those of a stretch of memory, in some order."""
+    return torch.empty_like(tensor, memory_format=torch.preserve_format).stride() == tensor.stride()

@@ -1,0 +1,132 @@
+"""Optimizers of PyTorch on several ranks: each updates whole parameters, as one process would update all."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import streamer
+from tests.optim.masters import master
+from tests.optim.optimizers import Sum
+from tests.ranks.common import run_ranks
+from tests.ranks.programs import everyone
+from tests.reference import language_loss, tiny_gpt
+
+Arrays = list[Any]
+
+
+def optimizer_for(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "Muon":
+        return streamer.Muon(model.parameters(), lr=1e-3)
+    if name == "Sum":
+        return Sum(model.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.RMSprop(model.parameters(), lr=1e-3)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
+    """The same batch on every rank, so that the mean of the gradients is one process's gradient."""
+    for step in range(first, first + count):
+        torch.manual_seed(step)
+        language_loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def results(model: nn.Module, optimizer: torch.optim.Optimizer) -> Arrays:
+    state = optimizer.state_dict()["state"]
+    numbers = [
+        value.numpy()
+        for number in sorted(state)
+        for _, value in sorted(state[number].items())
+        if isinstance(value, torch.Tensor)
+    ]
+    return [*(master(param).numpy() for param in model.parameters()), *copy.deepcopy(numbers)]
+
+
+def train(
+    rank: int, name: str, folder: str, machines: int | str | None = None, update: str = "step"
+) -> tuple[Arrays, int]:
+    model = streamer.wrap(
+        tiny_gpt(layers=2),
+        layers="transformer.h",
+        device="cpu",
+        dtype=torch.bfloat16,
+        update=update,
+        process_group=everyone(machines),
+    )
+    optimizer = optimizer_for(name, model)
+    steps(model, optimizer, 0, 2)
+    streamer.save(model, optimizer, Path(folder, "saved"), step=2)
+    steps(model, optimizer, 2, 1)
+    again = optimizer_for(name, model)
+    streamer.load(model, again, Path(folder, "saved"))
+    steps(model, again, 2, 2)
+    held = sum(len(dict.get(again.state, param, ())) > 0 for param in model.parameters())
+    found = results(model, again), held
+    streamer.unwrap(model)
+    return found
+
+
+def train_alone(name: str) -> Arrays:
+    model = streamer.wrap(tiny_gpt(layers=2), layers="transformer.h", device="cpu", dtype=torch.bfloat16)
+    optimizer = optimizer_for(name, model)
+    steps(model, optimizer, 0, 4)
+    found = results(model, optimizer)
+    streamer.unwrap(model)
+    return found
+
+
+#: Optimizers, so many ranks, their machines (see `everyone`), where layers are updated.
+CASES = {
+    "one machine": ("RMSprop", 2, None, "step"),
+    "three ranks": ("Muon", 3, None, "step"),
+    "all parameters together": ("Sum", 2, None, "step"),
+    "in backward": ("RMSprop", 2, None, "backward"),
+    "replicas": ("RMSprop", 2, 2, "step"),
+    "machines that divide the state": ("Muon", 2, "ab", "step"),
+    "machines that divide the state, in backward": ("RMSprop", 2, "ab", "backward"),
+    "two ranks on each of two machines": ("RMSprop", 4, "aabb", "step"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_share_parameters_and_equal_one_process(case: str, tmp_path: Path) -> None:
+    """To the bit, by way of a checkpoint; each has the state of its own parameters."""
+    name, size, machines, update = CASES[case]
+    found = run_ranks(size, train, name, str(tmp_path), machines, update)
+    alone = train_alone(name)
+    for arrays, _ in found:
+        assert len(arrays) == len(alone)
+        assert all((one == other).all() for one, other in zip(arrays, alone, strict=True))
+    held = [count for _, count in found]
+    copies = machines if isinstance(machines, int) else 1
+    assert sum(held) == copies * len([*tiny_gpt(layers=2).parameters()])
+    assert min(held) > 0 or name == "Sum"
+
+
+def refused(rank: int, machines: str | None, disk: str | None) -> str:
+    model = streamer.wrap(
+        tiny_gpt(layers=2), layers="transformer.h", device="cpu", process_group=everyone(machines), disk=disk
+    )
+    try:
+        optimizer = Sum(model.parameters(), lr=0.1)
+        language_loss(model, 0).backward()
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_machines_that_divide_what_an_optimizer_looks_at_together_are_refused() -> None:
+    for line in run_ranks(2, refused, "ab", None):
+        assert "Sum looks at all parameters together, which machines divide: use a process group" in line
+
+
+def test_ranks_with_state_on_disk_are_refused(tmp_path: Path) -> None:
+    for line in run_ranks(2, refused, None, str(tmp_path)):
+        assert "Sum of several ranks needs its state in memory" in line
