@@ -82,7 +82,8 @@ class Loop:
             host_threads=options.host_threads,
         )
         # a rate so small that 200 steps on the same tokens leave the gradients what they are
-        self.optimizer = streamer.AdamW(self.model.parameters(), lr=1e-6)
+        kind = getattr(streamer if hasattr(streamer, options.optimizer) else torch.optim, options.optimizer)
+        self.optimizer = kind(self.model.parameters(), lr=1e-6)
         self.tokens, targets = torch.randint(VOCAB_SIZE, (2, options.batch_size, options.context))
         self.targets = targets.flatten().to(next(self.model.parameters()).device)
 
@@ -189,6 +190,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--host-threads", type=int, default=1, help="of the update (1)")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a block (4)")
+    parser.add_argument("--optimizer", default="AdamW", help="of streamer, or of torch.optim (AdamW)")
     parser.add_argument("--json", type=Path, default=RESULTS / "hidden_update.json")
     add_option(parser)
     return parser.parse_args(arguments)
@@ -204,9 +206,10 @@ def report_table(report: Report) -> list[str]:
         ]
         for mode, row in report["modes"].items()
     ]
+    optimizer = report["settings"].get("optimizer", "AdamW")
     return [
-        f"{report['parameters']:,} parameters; {report['hidden']:.0%} of what waiting costs was saved "
-        f"(round by round {spread(report['hidden_by_rounds'], '.0%')}).",
+        f"{optimizer}, {report['parameters']:,} parameters; {report['hidden']:.0%} of what waiting costs was "
+        f"saved (round by round {spread(report['hidden_by_rounds'], '.0%')}).",
         "",
         *table(["updates", "step, ms", "update busy, ms", "compute waits for it, ms"], rows),
     ]

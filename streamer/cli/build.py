@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 import streamer
 from streamer.backends.base import Backend
 from streamer.checkpoint.tensors import in_a_line
-from streamer.cli.config import FACTORY, Config, ConfigError, ModelConfig, TrainConfig, with_keys
+from streamer.cli.config import FACTORY, Config, ConfigError, ModelConfig, with_keys
 from streamer.cli.shipped import model_module
 from streamer.config_values import nearest
 from streamer.errors import DiskError
@@ -106,19 +106,61 @@ def _dims_of_rows(config: Config) -> dict[str, Any]:
         return {}  # building the model raises this again
 
 
-def build_optimizer(config: Config, model: nn.Module) -> streamer.AdamW:
-    """AdamW over all parameters of the wrapped model that are trained."""
-    train: TrainConfig = config.train
+#: What ``optimizer.name`` stands for.
+OPTIMIZERS: dict[str, Callable[[], type[torch.optim.Optimizer]]] = {
+    "adamw": lambda: streamer.AdamW,
+    "lion": lambda: streamer.Lion,
+    "muon": lambda: streamer.Muon,
+    "sgd": lambda: torch.optim.SGD,
+    "adafactor": lambda: torch.optim.Adafactor,
+    "adagrad": lambda: torch.optim.Adagrad,
+    "rmsprop": lambda: torch.optim.RMSprop,
+}
+
+
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over all parameters of the wrapped model that are trained."""
+    kind, options = optimizer_of(config)
+    make = kind if kind is streamer.AdamW else partial(streamer.Optimizer, kind)
     with refusals("[optimizer]"):
-        return streamer.AdamW(
-            model.parameters(),
-            lr=train.learning_rate,
-            betas=(train.adam_beta1, train.adam_beta2),
-            eps=train.adam_epsilon,
-            weight_decay=train.weight_decay,
-            state_dtype=config.optimizer.state_dtype,
-            skip_nonfinite=config.optimizer.skip_nonfinite,
+        trained = [param for param in model.parameters() if param.requires_grad]
+        optimizer: torch.optim.Optimizer = make(trained, **options)
+    if hasattr(optimizer, "train"):  # a schedule-free one
+        optimizer.train()
+    return optimizer
+
+
+def optimizer_of(config: Config) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The optimizer's class, and its options: those of `[train]` that it takes, then ``optimizer.args``.
+    Raises ConfigError for a class that is not there."""
+    train, own = config.train, config.optimizer
+    kind = OPTIMIZERS[own.name]() if own.name in OPTIMIZERS else _optimizer_at(own.name)
+    takes = inspect.signature(kind.__init__).parameters
+    betas = train.adam_beta1, train.adam_beta2
+    usual: dict[str, Any] = {"lr": train.learning_rate, "weight_decay": train.weight_decay}
+    if own.name in ("adamw", "muon"):
+        usual |= {"betas": betas, "eps": train.adam_epsilon}
+    options = {name: value for name, value in usual.items() if name in takes} | own.args
+    if own.name == "adamw":
+        options = {"state_dtype": own.state_dtype, "skip_nonfinite": own.skip_nonfinite} | options
+        return kind, options
+    if own.state_dtype != "float32":
+        raise ConfigError(f"optimizer.state_dtype is for adamw: {own.name} keeps its state in fp32")
+    return kind, options
+
+
+def _optimizer_at(place: str) -> type[torch.optim.Optimizer]:
+    if ":" not in place:
+        raise ConfigError(
+            f"optimizer.name={place!r}: {nearest(place, OPTIMIZERS)}, or a class, as in "
+            '"schedulefree:SGDScheduleFree"'
         )
+    found = import_factory(place)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ConfigError(
+            f"optimizer.name={place!r} is no optimizer: name a subclass of torch.optim.Optimizer"
+        )
+    return found
 
 
 @contextlib.contextmanager

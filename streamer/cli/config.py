@@ -5,7 +5,7 @@
     [train]      trl.SFTConfig; for a model of one's own the keys of TrainConfig, with the same names
     [lora]       peft.LoraConfig
     [data]       files or a dataset
-    [optimizer]  options of streamer.AdamW that [train] has no names for
+    [optimizer]  which optimizer, and options of it that [train] has no names for
     [sample]     prompts to which the model writes answers while it trains
     [callbacks]  NAME = {arguments}, callbacks of transformers
 
@@ -44,6 +44,9 @@ from streamer.errors import notes
 MANY = range(2**31)
 TEXT = string("a string that is not empty", r"(?s).+")
 FACTORY = string('a module and a callable in it, such as "models.gpt2:GPT"', r"\w[\w.]*:\w+")
+OPTIMIZER = string(
+    'a name, or a module and a class in it ("lion", "schedulefree:SGDScheduleFree")', r"[\w.]+(:\w+)?"
+)
 METHOD = string("a string that can name a method", r"[A-Za-z_]\w*")
 DTYPE = one_of("float32", "bfloat16", "float16")
 TEXTS = array("an array of strings, none empty", TEXT, sizes=MANY)
@@ -220,16 +223,22 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """``[optimizer]``: options of `streamer.AdamW` that `[train]` has no names for."""
+    """``[optimizer]``: its class, and options that `[train]` has no names for."""
 
+    name: Annotated[
+        str, OPTIMIZER, "adamw, lion, muon, sgd, adafactor, adagrad, rmsprop, or the place of another class"
+    ] = "adamw"
+    args: Annotated[dict[str, Any], TABLE, "options of the class: {momentum = 0.9}"] = field(
+        default_factory=dict
+    )
     state_dtype: Annotated[
         str,
         one_of("float32", "bfloat16", "int8"),
-        "of the moments, with bf16 weights: 8, 4 or 2 bytes a parameter",
+        "of adamw's moments, with bf16 weights: 8, 4 or 2 bytes a parameter",
     ] = "float32"
-    skip_nonfinite: Annotated[bool, FLAG, "skip steps with non-finite gradients; else they are an error"] = (
-        True
-    )
+    skip_nonfinite: Annotated[
+        bool, FLAG, "adamw skips steps with non-finite gradients; else they are an error"
+    ] = True
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ class Loop:
     def train_step(self) -> dict[str, float]:
         """The next update; its loss in nats per token, over all ranks, learning rate and norm."""
         loss, norm = step_on(self.config, self.model, self.optimizer, self.loss_of, self.batches())
-        [rate] = self.rates.get_last_lr()
+        rate = self.rates.get_last_lr()[0]
         self.rates.step()
         self.step += 1
         of_all = self.ranks.exchange(f"the loss of step {self.step}", float(loss))
@@ -211,12 +211,11 @@ class Loop:
     def validate(self) -> float:
         """The mean loss on the validation batches, in nats per token; each rank computes a part of them."""
         train, ranks = self.train, self.ranks
-        self.model.eval()
         batches = self.text.validation(
             train.eval_batches, train.per_device_train_batch_size, train.max_length
         )
-        mine = [float(self.loss_of(self.model, batch)) for batch in batches[ranks.rank :: ranks.size]]
-        self.model.train()
+        with self._evaluating():
+            mine = [float(self.loss_of(self.model, batch)) for batch in batches[ranks.rank :: ranks.size]]
         found = ranks.exchange(f"the validation after step {self.step}", sum(mine), patient=True)
         loss: float = sum(found) / sum(batch[1].numel() for batch in batches)
         self.losses.setdefault("first_val_loss", loss)
@@ -229,16 +228,28 @@ class Loop:
         text."""
         options, draws = self.config.sample, torch.Generator().manual_seed(self.train.seed)
         tokens = self.text.val[:PROMPT].tolist()
-        self.model.eval()
-        for _ in range(count):
-            window = tokens[-self.train.max_length :]
-            logits = logits_of(self.model(torch.tensor([window])))[0, -1].float().cpu()
-            if 0 < options.top_k < len(logits):
-                logits[logits < logits.topk(options.top_k).values[-1]] = -math.inf
-            chances = F.softmax(logits / max(options.temperature, 1e-6), -1)
-            tokens.append(int(torch.multinomial(chances, 1, generator=draws)))
-        self.model.train()
+        with self._evaluating():
+            for _ in range(count):
+                window = tokens[-self.train.max_length :]
+                logits = logits_of(self.model(torch.tensor([window])))[0, -1].float().cpu()
+                if 0 < options.top_k < len(logits):
+                    logits[logits < logits.topk(options.top_k).values[-1]] = -math.inf
+                chances = F.softmax(logits / max(options.temperature, 1e-6), -1)
+                tokens.append(int(torch.multinomial(chances, 1, generator=draws)))
         return self.text.decode(tokens)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Inside the block the model is in evaluation mode, as are the weights of schedule-free
+        optimizers."""
+        modes: list[Any] = [self.model] + [self.optimizer] * hasattr(self.optimizer, "eval")
+        for each in modes:
+            each.eval()
+        try:
+            yield
+        finally:
+            for each in modes:
+                each.train()
 
     def save(self, out: Path) -> Path:
         """Write the checkpoint of this step into ``out``, and delete the oldest beyond
@@ -257,11 +268,13 @@ class Loop:
         loaded = streamer.load(self.model, self.optimizer, checkpoint)
         self.step, self.losses = loaded.step, dict(loaded.extra["losses"])
         self.draws.set_state(loaded.extra["draws"])
-        self.rates.load_state_dict(loaded.extra["rates"] | {"base_lrs": [self.train.learning_rate]})
+        self.rates.load_state_dict(loaded.extra["rates"] | {"base_lrs": self.rates.base_lrs})
         rate = self.train.learning_rate * schedule(self.train)(self.step)
         for group in self.optimizer.param_groups:
-            group.update(lr=rate, initial_lr=self.train.learning_rate, weight_decay=self.train.weight_decay)
-        self.rates._last_lr = [rate]
+            group.update(lr=rate, initial_lr=self.train.learning_rate)
+            if "weight_decay" in group:
+                group.update(weight_decay=self.train.weight_decay)
+        self.rates._last_lr = [rate] * len(self.optimizer.param_groups)
 
 
 def train_own(config: Config, *, resume: str | None = None) -> None:

@@ -62,7 +62,7 @@ def logits_of(output: Any) -> torch.Tensor:
 def step_on(
     config: Config,
     model: nn.Module,
-    optimizer: streamer.AdamW,
+    optimizer: torch.optim.Optimizer,
     loss_of: Callable[[nn.Module, Batch], torch.Tensor],
     batches: Sequence[Batch],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

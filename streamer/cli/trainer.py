@@ -26,7 +26,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig  # type: ignore[attr-defined]
 
 import streamer
-from streamer.cli.build import build_model, refusals, settle_fp16, without_values
+from streamer.cli.build import build_model, optimizer_of, refusals, settle_fp16, without_values
 from streamer.cli.config import Config, ConfigError, dump_config, with_keys
 from streamer.cli.data.dataset import check_data, load_data, load_tokenizer
 from streamer.cli.export import export, files_to_copy, write_adapters
@@ -77,7 +77,8 @@ def arguments_of(config: Config) -> SFTConfig:
             raise ConfigError(f"[train] has no {name!r}; {nearest(name, known)}")
     usual = DEFAULTS | {"use_cpu": not torch.cuda.is_available() or config.stream.device == "cpu"}
     options = usual | {"output_dir": config.train.output_dir} | config.trainer
-    if config.optimizer.state_dtype != "float32" or not config.optimizer.skip_nonfinite:
+    is_adamw = config.optimizer.name == "adamw" and not config.optimizer.args
+    if is_adamw and (config.optimizer.state_dtype != "float32" or not config.optimizer.skip_nonfinite):
         skips = str(config.optimizer.skip_nonfinite).lower()
         options["optim_args"] = f"state_dtype={config.optimizer.state_dtype},skip_nonfinite={skips}"
     if config.data.val_paths or "eval_steps" in options:
@@ -133,6 +134,7 @@ def train_folder(config: Config, *, resume: str | None = None) -> None:
             eval_dataset=validation if args.eval_strategy != "no" else None,
             processing_class=tokenizer,
             callbacks=[progress, stop, *others],
+            **_optimizer(config, args),
         )
         try:
             with refusals("[train]", besides=PackingError):
@@ -165,6 +167,15 @@ def train_folder(config: Config, *, resume: str | None = None) -> None:
         wrapped(model).close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _optimizer(config: Config, args: Any) -> dict[str, Any]:
+    """Arguments of the Trainer for another optimizer than its own AdamW."""
+    if config.optimizer.name == "adamw" and not config.optimizer.args:
+        return {}
+    names = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+    config = with_keys(config, train={name: getattr(args, name) for name in names})
+    return {"optimizer_cls_and_kwargs": optimizer_of(config)}
 
 
 def _sizes(args: Any) -> dict[str, Any]:
