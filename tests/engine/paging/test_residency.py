@@ -79,7 +79,8 @@ def moved(cycle: Cycle, phases: Sequence[Phase], slots: int, *, count: int = 12)
                 pass
             for updated in cycle.updates.get(visit, ()):
                 if cycle.trained[updated]:
-                    executor.pager.update_issued(executor.units[updated])
+                    its = executor.units[updated]
+                    executor.pager.update_issued(its, its.params)
             executor.pager.prefetch()
     return Fraction(copied, 128 * count)
 
