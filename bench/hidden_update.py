@@ -215,6 +215,16 @@ def report_table(report: Report) -> list[str]:
     ]
 
 
+def readme_figure(report: Report) -> str:
+    """The sentence of the project's pages."""
+    queued = report["modes"]["queued"]
+    waits = queued["exposed_seconds"]["host"]["median"] / queued["host_busy_seconds"]["median"]
+    return (
+        f"Compute waits for {waits:.0%} of the update's time. The update shares memory and cores with "
+        f"compute: {report['hidden']:.0%} of the cost of waiting is saved."
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     if options.no_values:

@@ -137,7 +137,9 @@ dtype = "bfloat16"
 """
 
 
-def configs(folder: Path, machine: Machine, *, rank: int, quantize: str = "none") -> Iterator[Config]:
+def configs(
+    folder: Path, machine: Machine, *, rank: int, quantize: str = "none", host_memory: str | None = None
+) -> Iterator[Config]:
     """The options that are tried."""
     file = folder / "run.toml"
     file.write_text(CONFIG)
@@ -151,13 +153,16 @@ def configs(folder: Path, machine: Machine, *, rank: int, quantize: str = "none"
         ]
         changed += [f"lora.r={rank}"] if rank else ['optimizer.state_dtype="bfloat16"']
         changed += [f"model.quantize={quantize}"]
+        changed += [f"stream.host_memory={host_memory}"] if host_memory else []
         yield load_config(file, changed)
 
 
-def best(folder: Path, machine: Machine, *, rank: int, quantize: str = "none") -> dict[str, Any]:
+def best(
+    folder: Path, machine: Machine, *, rank: int, quantize: str = "none", host_memory: str | None = None
+) -> dict[str, Any]:
     """Figures of the fastest plan that fits, or of that which lacks least."""
     plans, refused = [], ""
-    for config in configs(folder, machine, rank=rank, quantize=quantize):
+    for config in configs(folder, machine, rank=rank, quantize=quantize, host_memory=host_memory):
         try:
             plans.append(plan_run(config, machine))
         except ConfigError as error:

@@ -204,6 +204,17 @@ def report_table(report: Report) -> list[str]:
     return [*lines, "", *table(heads, planned)]
 
 
+def readme_figure(report: Report) -> str:
+    """The sentence of the project's pages."""
+    tasks = report["tasks"]
+    one, fsdp, ddp = (tasks[way]["two_ranks_by_it"]["median"] for way in ("one", "FSDP2", "DDP"))
+    return (
+        f"Two ranks with one CPU core each reach {one:.2f} times the tokens/s of one, {fsdp:.2f} times those "
+        f"of FSDP2 with CPU offload, and {ddp:.2f} times those of `DistributedDataParallel`, without any "
+        f"copies of layers (medians of {report['rounds']} rounds)."
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

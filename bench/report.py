@@ -1,10 +1,11 @@
-"""Turn the JSON in bench/results into its README.md, and into the figures of the project's README.md.
+"""Turn the JSON in bench/results into its README.md, and into the figures of the project's pages.
 
-    python -m bench.report            # writes both
+    python -m bench.report            # writes all
     python -m bench.report --check    # says whether they are what the JSON says, exit code 1 if not
 
-In the project's README the lines between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->`` are
-replaced. Results of a GPU lie in bench/results/gpu, where `bench/gpu.sh` puts them.
+In README.md and docs/benchmarks.md the lines between ``<!-- figures: NAME -->`` and
+``<!-- end of figures -->`` are replaced. Results of a GPU lie in bench/results/gpu, where `bench/gpu.sh`
+puts them.
 """
 
 from __future__ import annotations
@@ -21,9 +22,22 @@ from typing import Any
 
 from bench.common import RESULTS
 from bench.markdown import Report
+from bench.will_it_work import readme_rows
 
 README = RESULTS.parent.parent / "README.md"
+BENCHMARKS = RESULTS.parent.parent / "docs" / "benchmarks.md"
 GPU = "gpu"
+#: Of figures that are one script's, on which page they are, and the results that they are of.
+IN_README = {"architectures": "architectures.json", "tokens": "tokens_plain.json"}
+IN_BENCHMARKS = {
+    "adam": "adam.json",
+    "disk": "disk_step.json",
+    "hidden": "hidden_update.json",
+    "moments": "moments.json",
+    "quantized": "quantized.json",
+    "ranks": "ranks.json",
+    "sizes": "model_sizes.json",
+}
 
 
 def load(folder: Path) -> dict[str, Report]:
@@ -73,21 +87,20 @@ def table_of(report: Report) -> list[str]:
     return lines
 
 
-def figures(reports: Mapping[str, Report]) -> dict[str, str]:
-    """The figures in the project's README, by name. A script's `readme_figure` is a table, or sentences."""
-    shown = {
-        "adam": "adam.json",
-        "architectures": "architectures.json",
-        "disk": "disk_step.json",
-        "sizes": "model_sizes.json",
-        "quantized": "quantized.json",
-        "tokens": "tokens_plain.json",
-    }
+def figures(reports: Mapping[str, Report], shown: Mapping[str, str]) -> dict[str, str]:
+    """The figures ``shown``, by name. A script's `readme_figure` is a table, or sentences."""
     found = {}
     for name, file in shown.items():
         figure = script_of(reports[file]).readme_figure(reports[file])
         found[name] = textwrap.fill(figure, 105) if isinstance(figure, str) else "\n".join(figure)
-    return found | {"gpu": "\n".join(gpu_figures(reports))}
+    return found
+
+
+def readme_figures(reports: Mapping[str, Report]) -> dict[str, str]:
+    """The figures of the project's README, by name."""
+    of_rows = (reports[f"{name}.json"] for name in ("will_it_work", "model_sizes"))
+    rows = "\n".join(readme_rows(*of_rows))
+    return figures(reports, IN_README) | {"gpu": "\n".join(gpu_figures(reports)), "rows": rows}
 
 
 def gpu_figures(reports: Mapping[str, Report]) -> list[str]:
@@ -101,17 +114,18 @@ def gpu_figures(reports: Mapping[str, Report]) -> list[str]:
     return lines[1:] or ["No GPU's figures are here yet: `bash bench/gpu.sh` measures them."]
 
 
-def fill(text: str, shown: Mapping[str, str]) -> str:
-    """``text`` with each of ``shown`` between the marks of its name. Raises ValueError for marks that are
-    missing or not known."""
+def fill(page: Path, shown: Mapping[str, str]) -> str:
+    """The text of ``page`` with each of ``shown`` between the marks of its name. Raises ValueError for marks
+    that are missing or not known."""
+    text = page.read_text()
     marks = re.findall(r"<!-- figures: (\S+) -->", text)
     if sorted(marks) != sorted(shown):
-        raise ValueError(f"README.md has marks for {marks}, and there are figures for {list(shown)}")
+        raise ValueError(f"{page.name} has marks for {marks}, and there are figures for {list(shown)}")
     for name, figure in shown.items():
         marked = re.compile(rf"(<!-- figures: {name} -->\n).*?(<!-- end of figures -->)", re.DOTALL)
         text, count = marked.subn(lambda match, figure=figure: f"{match[1]}{figure}\n{match[2]}", text)
         if count != 1:
-            raise ValueError(f"README.md: no '<!-- end of figures -->' after the mark of {name}")
+            raise ValueError(f"{page.name}: no '<!-- end of figures -->' after the mark of {name}")
     return text
 
 
@@ -128,7 +142,8 @@ def main(arguments: list[str] | None = None) -> int:
     pictures = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.png")}
     wanted = {
         RESULTS / "README.md": results_readme(reports, pictures),
-        README: fill(README.read_text(), figures(reports)),
+        README: fill(README, readme_figures(reports)),
+        BENCHMARKS: fill(BENCHMARKS, figures(reports, IN_BENCHMARKS)),
     }
     code = 0
     for path, text in wanted.items():

@@ -332,4 +332,6 @@ def peft_library() -> Any:
     try:
         return importlib.import_module("peft")
     except ImportError as error:
-        raise ConfigError(f"[lora] needs the peft library ({error}): pip install '.[hf]'") from error
+        raise ConfigError(
+            f"[lora] needs the peft library ({error}): pip install 'layer-streamer[hf]'"
+        ) from error

@@ -223,7 +223,7 @@ def importing() -> Iterator[None]:
             "peft",
         ):
             raise
-        raise ConfigError(f"this needs the {error.name} library: pip install '.[hf]'") from error
+        raise ConfigError(f"this needs the {error.name} library: pip install 'layer-streamer[hf]'") from error
     finally:
         logging.disable(logging.NOTSET)
         with contextlib.suppress(ValueError):

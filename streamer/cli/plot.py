@@ -15,7 +15,7 @@ from streamer.cli.config import ConfigError
 try:
     import matplotlib
 except ImportError:
-    raise ConfigError("streamer plot needs matplotlib: pip install '.[plot]'") from None
+    raise ConfigError("streamer plot needs matplotlib: pip install 'layer-streamer[plot]'") from None
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402 - after the choice of a backend that needs no screen

@@ -245,8 +245,8 @@ def transformers_library() -> Any:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise ValueError(
-            "models and tokenizers of Hugging Face need the transformers library: pip install '.[hf]' "
-            f"({error})"
+            "models and tokenizers of Hugging Face need the transformers library: "
+            f"pip install 'layer-streamer[hf]' ({error})"
         ) from error
     version = transformers.__version__
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:

@@ -456,7 +456,9 @@ def need(library: str) -> None:
     try:
         import_module(library)
     except ImportError as error:
-        raise ValueError(f"quantized weights need {library}: pip install '.[quantize]' ({error})") from error
+        raise ValueError(
+            f"quantized weights need {library}: pip install 'layer-streamer[quantize]' ({error})"
+        ) from error
 
 
 def _dequantized(weight: Any) -> Any:

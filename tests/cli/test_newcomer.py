@@ -61,7 +61,7 @@ class Place:
         left_out = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__")
         shutil.copytree(HOME, self.sources, ignore=left_out)
         self._pip("wheel", "--wheel-dir", str(root / "wheels"), str(self.sources))
-        [self._wheel] = (root / "wheels").glob("streamer-*.whl")
+        [self._wheel] = (root / "wheels").glob("layer_streamer-*.whl")
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", self._env], check=True)
         self._bin = self._env / "bin"
         [site] = self._env.glob("lib/python*/site-packages")

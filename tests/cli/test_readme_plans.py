@@ -1,4 +1,4 @@
-"""The commands `streamer plan` of the README run, and print the numbers that stand in the README."""
+"""The commands `streamer plan` of the README and of docs/ run, and print the numbers there."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from streamer.errors import amount
 from streamer.planner.machine import Machine, named_machine
 from tests.cli.test_plan_command import SMALL
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+HOME = Path(__file__).parents[2]
+PAGES = "\n\n".join(page.read_text() for page in (HOME / "README.md", *sorted((HOME / "docs").glob("*.md"))))
 #: Those in blocks, with DIR for a model and CONFIG for a config.
-COMMANDS = re.findall(r"^streamer (plan [^#\n]+)", README, re.MULTILINE)
+COMMANDS = re.findall(r"^streamer (plan [^#\n]+)", PAGES, re.MULTILINE)
 #: Those in a paragraph, behind its numbers.
-PARAGRAPHS = [text for text in README.split("\n\n") if "`streamer plan gpt2-10b " in text]
+PARAGRAPHS = [text for text in PAGES.split("\n\n") if "`streamer plan gpt2-10b " in text]
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,7 +40,7 @@ LLAMA = {
 
 @pytest.mark.filterwarnings("ignore")  # of the library
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_readme_runs(
+def test_a_command_of_a_page_runs(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
@@ -51,7 +52,7 @@ def test_a_command_of_the_readme_runs(
         return replace(made[0], config=config)
 
     monkeypatch.setattr(command_module, "plan_run", planned_once)
-    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.chdir(HOME)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "config.toml").write_text(SMALL)
     names = {"DIR": str(tmp_path), "CONFIG": str(tmp_path / "config.toml")}
@@ -66,7 +67,7 @@ def test_there_are_commands_and_numbers() -> None:
 
 
 @pytest.mark.parametrize("paragraph", PARAGRAPHS)
-def test_numbers_of_the_readme_are_those_of_the_plan(paragraph: str) -> None:
+def test_numbers_of_the_pages_are_those_of_the_plan(paragraph: str) -> None:
     (command,) = re.findall(r"`streamer plan (gpt2-10b [^`]+)`", paragraph)
     name, *words = shlex.split(command)
     options = dict(zip(words[::2], words[1::2], strict=True))

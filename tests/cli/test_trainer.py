@@ -264,7 +264,7 @@ def test_defaults_differ_from_the_trainers_where_the_documentation_says_so() -> 
         HOME / "configs" / "hf-finetune.toml", ["model.path=llama", "optimizer.state_dtype=int8"]
     )
     args = arguments_of(config)
-    text = (HOME / "configs" / "README.md").read_text()
+    text = (HOME / "docs" / "configurations.md").read_text()
     for name, value in (("assistant_only_loss", True), ("bf16", False), ("gradient_checkpointing", False)):
         assert getattr(args, name) is value and f"`{name} = {str(value).lower()}`" in text
     assert args.optim_args == "state_dtype=int8,skip_nonfinite=true"

@@ -236,7 +236,7 @@ def test_the_transformers_library_is_missing_or_old(
         patch.setattr(sys.modules["transformers"], "__version__", "5.0.0")
         is_refused(llama, r"this is transformers 5\.0\.0, and 5\.1 or newer is needed", patch)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    is_refused(llama, r"need the transformers library: pip install '\.\[hf\]'", monkeypatch)
+    is_refused(llama, r"need the transformers library: pip install 'layer-streamer\[hf\]'", monkeypatch)
     save_file(untied().state_dict(), tmp_path / FILE)
     unwrapped(tmp_path, untied, "transformer.h")
 

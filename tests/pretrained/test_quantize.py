@@ -376,7 +376,7 @@ def test_what_cannot_be_quantized(llama: Path, tmp_path: Path, monkeypatch: pyte
     for word, library in (("int8", "torchao"), ("nf4", "bitsandbytes")):
         with monkeypatch.context() as patched:
             patched.setitem(sys.modules, library, None)
-            refused(rf"need {library}: pip install '\.\[quantize\]'", llama, quantize=word)
+            refused(rf"need {library}: pip install 'layer-streamer\[quantize\]'", llama, quantize=word)
     stored_in_4_bits(llama, tmp_path)
     refused(r"its weights are quantized already: leave quantize='nf4' out", tmp_path, quantize="nf4")
 
@@ -389,7 +389,7 @@ def test_quantized_files_without_the_library(
 ) -> None:
     STORED[kind][0](llama, tmp_path)
     monkeypatch.setitem(sys.modules, library, None)
-    refused(rf"need {library}: pip install '\.\[quantize\]'", tmp_path)
+    refused(rf"need {library}: pip install 'layer-streamer\[quantize\]'", tmp_path)
 
 
 def test_quantized_files_that_are_not_whole(llama: Path, tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def load_tokenizer(folder: str) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ConfigError(
-            f"{folder} needs the transformers library ({error}): pip install '.[hf]'"
+            f"{folder} needs the transformers library ({error}): pip install 'layer-streamer[hf]'"
         ) from error
     if not Path(folder).exists():
         raise ConfigError(f"{folder}: no such folder: correct model.path (--model)")
@@ -232,7 +232,8 @@ def datasets_library() -> Any:
         import datasets.exceptions
     except ImportError as error:
         raise ConfigError(
-            f"data for a Hugging Face folder needs the datasets library ({error}): pip install '.[hf]'"
+            f"data for a Hugging Face folder needs the datasets library ({error}): "
+            "pip install 'layer-streamer[hf]'"
         ) from error
     return datasets
 

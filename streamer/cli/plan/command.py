@@ -158,7 +158,7 @@ def _check_timeline(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401 - before the seconds that a plan takes
     except ImportError:
-        raise ConfigError("--timeline needs matplotlib: pip install '.[plot]'") from None
+        raise ConfigError("--timeline needs matplotlib: pip install 'layer-streamer[plot]'") from None
 
 
 def plan_table(
