@@ -28,9 +28,11 @@ SCRIPTS = {
     "trainer": (["DIR", "FILE.txt"], "runs/trainer/model.safetensors"),
     "sft": (["DIR", "CHATS.jsonl"], "runs/sft/adapter_model.safetensors"),
     "dpo": (["DIR", "PAIRS.jsonl"], "runs/dpo/adapters/adapter_model.safetensors"),
+    "grpo": (["DIR", "PROMPTS.jsonl"], "runs/grpo/adapters/adapter_model.safetensors"),
     "qlora": (["DIR", "FILE.txt"], "merged/model.safetensors"),
     "kohya_lora": ([], "lora.pt"),
     "diffusers_lora": ([], "lora/pytorch_lora_weights.safetensors"),
+    "diffusers_full": ([], "transformer/diffusion_pytorch_model.safetensors"),
     "disk": (["SCRATCH"], None),
     "two_ranks": (["DIR"], "checkpoint"),
 }
@@ -50,6 +52,7 @@ def write_files(folder: Path) -> None:
     (folder / "SCRATCH").mkdir()
     (folder / "FILE.txt").write_text("what follows one? two follows one, and three follows two.\n" * 40)
     (folder / "CHATS.jsonl").write_text(f"{json.dumps({'messages': TURNS})}\n" * 16)
+    (folder / "PROMPTS.jsonl").write_text(f"{json.dumps({'prompt': 'after one?'})}\n" * 8)
     (folder / "PAIRS.jsonl").write_text(f"{json.dumps(PAIR)}\n" * 8)
 
 
@@ -84,7 +87,7 @@ def test_it_runs(
         trained = [value for key, value in load_file(tmp_path / str(left)).items() if "lora_B" in key]
         assert trained and all(value.any() for value in trained)
     printed = capsys.readouterr().out
-    if name in ("nanogpt", "kohya_lora"):
+    if name in ("nanogpt", "kohya_lora", "diffusers_full"):
         assert losses(printed)[-1] < losses(printed)[0]
     if name == "disk":
         assert "on disk: {}" not in printed
