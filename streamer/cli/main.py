@@ -170,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     configuration or the data, or a plan that does not fit. 130: Ctrl-C before the first step. 141: the reader
     of a pipe is gone."""
     arguments = command_line().parse_args(argv)
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).addFilter(_is_news)
     try:
         code = globals()[f"_{arguments.command}"](arguments)
         sys.stdout.flush()
@@ -188,6 +190,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nstreamer: interrupted; nothing is written", file=sys.stderr)
         return 130
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a record is none of those that an import of torchao logs: kernels of other GPUs that it cannot
+    load, enumerations that it need not register."""
+    return not str(record.msg).startswith("Failed to load ") and "is an Enum subclass" not in str(record.msg)
 
 
 def _failed(error: object, code: int) -> int:

@@ -59,6 +59,15 @@ def test_help_and_refusals_wait_for_no_library(
     assert not imported & {"torch", "numba", "numpy", "tqdm"}
 
 
+def test_libraries_print_nothing_before_the_command(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from tests import tiny_llama
+
+    tiny_llama.write(tmp_path / "model")
+    done = command(tmp_path, "plan", "model", "--machine", "rtx-4090", "--set", "train.max_length=32")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 SLOW = """
 import time
 print("importing", flush=True)
