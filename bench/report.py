@@ -34,6 +34,7 @@ IN_BENCHMARKS = {
     "disk": "disk_step.json",
     "hidden": "hidden_update.json",
     "moments": "moments.json",
+    "optimizers": "optimizers.json",
     "quantized": "quantized.json",
     "ranks": "ranks.json",
     "sizes": "model_sizes.json",
