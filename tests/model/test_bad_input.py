@@ -712,7 +712,7 @@ def test_a_step_that_is_refused_is_not_counted() -> None:
         ours = weight.data
         weight.data = torch.zeros_like(ours)
         for _ in range(2):
-            with pytest.raises(ValueError, match="was given other memory after streamer.wrap"):
+            with pytest.raises(ValueError, match="was replaced after streamer.wrap"):
                 optimizer.step()
         weight.data = ours
         optimizer.step()

@@ -190,7 +190,7 @@ def test_a_step_that_is_refused_leaves_nothing_of_the_scaler_behind() -> None:
         scaling = scaler()
         scaling.scale(language_loss(model, 0)).backward()
         weight.data = torch.zeros_like(ours)
-        with pytest.raises(ValueError, match="was given other memory after streamer.wrap"):
+        with pytest.raises(ValueError, match="was replaced after streamer.wrap"):
             scaling.step(optimizer)
         weight.data = ours
         optimizer.zero_grad()

@@ -1,6 +1,5 @@
-"""Memory that runs short: who holds the device's, how many weight slots a budget leaves room for, and a word
-before the system ends the process for want of host memory.
-"""
+"""Memory limits: the holders of device memory, the number of weight slots that fit a budget, and a warning
+before the system kills the process for lack of host memory."""
 
 from __future__ import annotations
 
@@ -18,16 +17,16 @@ from streamer.engine.unit import Unit, buffer_bytes
 from streamer.errors import warn
 from streamer.store.ledger import AVERAGING, BUFFERS, GRAD_SLOTS, ROOT_GRADIENTS, ROOT_WEIGHTS, WEIGHT_SLOTS
 
-#: Free host memory below which a process is soon ended by the system.
+#: Bytes of free host memory below which the system is about to kill a process.
 LOW_HOST_BYTES = 1 << 28
 
 
-#: Seconds between two looks at host memory: a look takes as long as a small layer.
+#: Seconds between two checks of host memory: a check takes as long as a small layer.
 LOOK_SECONDS = 1.0
 
 
 class HostWatch:
-    """Warns once where little host memory is left."""
+    """Warns once when little host memory is left."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -35,7 +34,7 @@ class HostWatch:
         self._next_look = 0.0
 
     def check(self, held: Callable[[], Mapping[str, int]]) -> None:
-        """Warn if little is left; ``held`` says the bytes that the wrapped model holds, by purpose."""
+        """Warn if little is left; ``held`` returns the bytes that the wrapped model holds, by purpose."""
         if (now := time.monotonic()) < self._next_look:
             return
         self._next_look = now + LOOK_SECONDS
@@ -44,13 +43,13 @@ class HostWatch:
             self._has_warned = True
             warn(
                 f"only {available} bytes of host memory are free, and the system may end this process: "
-                f"the wrapped model holds {sum(held().values())}, so somebody else takes more than was "
+                f"the wrapped model holds {sum(held().values())}, so other code takes more than was "
                 "planned; end that, or save and wrap with less (a smaller state_dtype, update='backward')",
             )
 
 
 class DeviceMemory:
-    """What a wrapped model holds on its device; ``units`` are all, the root's too."""
+    """The device memory of a wrapped model; ``units`` are all units, including the root."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class DeviceMemory:
         saved: SavedBytes,
         averaging: int = 0,
     ) -> None:
-        """``averaging`` are the bytes in which ranks average gradients."""
+        """``averaging`` is the size in bytes of the buffer in which ranks average gradients."""
         self._averaging = averaging
         self.backend = backend
         self.pager = pager
@@ -83,31 +82,33 @@ class DeviceMemory:
         return {purpose: amount for purpose, amount in nbytes.items() if amount}
 
     def used(self) -> tuple[int, int]:
-        """Bytes now and at most: all that PyTorch has allocated where its allocator counts, else the buffers
-        that there are now and what layers have saved for backward."""
+        """Bytes now and at the peak: all that PyTorch has allocated if its allocator counts, else the buffers
+        that exist now and the tensors that layers have saved for backward."""
         owned = sum(self.owned().values())
         return self.backend.device_used() or (owned + self._saved.now, owned + self._saved.peak)
 
     def out_of_memory(self, unit: Unit, error: Exception) -> torch.OutOfMemoryError:
-        """``error``, of ``unit``, for which the device's memory did not suffice, with who holds it."""
+        """The error to raise for ``error``, an out-of-memory error in ``unit``: it lists the holders of the
+        memory."""
         held = ", ".join(f"{purpose} {nbytes} bytes" for purpose, nbytes in self.owned().items())
         return torch.OutOfMemoryError(
-            f"out of device memory in layer '{unit.name}': beside what it computes there are {held}, "
-            f"and {self._saved.now} bytes saved by layers for backward. Give wrap a "
+            f"out of device memory in layer '{unit.name}': in addition to its own tensors there are {held}, "
+            f"and {self._saved.now} bytes saved by layers for backward. Call wrap with a "
             f"micro_batch_size, activations='recompute+offload' or fewer num_slots ({error})"
         )
 
 
 class Budget:
-    """As many weight slots as fit into ``nbytes`` of device memory beside all else.
+    """The number of weight slots that fit into ``nbytes`` of device memory together with everything else.
 
-    What else there is shows in a step: the most that was taken, less the slots that there were. Slots are
-    added once that is known, and given back where it turns out to be more than before (longer sequences,
-    larger batches); there are never fewer than at first. Of a GPU, all counts that PyTorch's allocator has
-    taken: the gaps between tensors are there in the next step too. A pass for which the device's memory did
-    not suffice takes back all that were added, for good: how much more it wanted is not known.
+    A step measures everything else: the peak less the slots. Slots are added once that is known, and removed
+    if it grows (longer sequences, larger batches). There are never fewer than at first. On a GPU, everything
+    that PyTorch's allocator has taken counts: the gaps between tensors will exist in the next step too. If
+    device memory did not suffice for a forward or backward, all added slots are removed for good, because the
+    missing amount is unknown.
 
-    Ranks that gather layers on their devices must all have as many slots: those of the one with least room.
+    Ranks that gather layers on their devices must all have the same number of slots: that of the rank with
+    the least room.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Budget:
         is_trained: bool,
         ranks: Ranks,
     ) -> None:
-        """At ``most`` so many slots. ``ranks`` must all have as many."""
+        """There are at ``most`` so many slots. ``ranks`` must all have the same number."""
         self._ranks = ranks
         self._nbytes = nbytes
         self._memory = memory
@@ -127,16 +128,17 @@ class Budget:
         self._pager = memory.pager
         self._is_trained = is_trained
         self._least, self._most = len(memory.pager.slots.buffers), most
-        #: whether there are as many slots as there will ever be
+        #: whether the number of slots cannot change any more
         self.is_fixed = self._least == self._most
         self._refused = self._backend.device_refused()
         self._peak = self._others = 0
         self._last_unit = -1
 
     def begin_forward(self, unit: int) -> None:
-        """``unit`` is about to run forward. If that begins another pass, see what the last one has shown.
+        """``unit`` is about to run forward. If that begins another pass over the model, evaluate the last
+        one.
 
-        Where nothing is trained that is all that will be needed; a step would need more.
+        If nothing is trained, a forward measures all that will be needed; a step would need more.
         """
         if self.is_fixed:
             return
@@ -149,13 +151,13 @@ class Budget:
             self.settle()
 
     def settle(self) -> None:
-        """All that is needed has been seen: have the slots that there is room for."""
+        """The need for memory has been measured: resize to the slots that fit."""
         slots = self._pager.slots
         if self.is_fixed:
             return
         _, peak = self._memory.used()
         if peak != self._peak:
-            # it was reached since the last time, when there were the slots that there are now
+            # the peak was reached since the last call, with the current number of slots
             self._peak = peak
             self._others = max(self._others, peak - slots.nbytes * len(slots.buffers))
         if not slots.nbytes:

@@ -1,4 +1,4 @@
-"""Serves whatever unit is asked for next: unshard, run, offload the gradient, update, reshard.
+"""Runs one unit after another: unshard, run, offload the gradient, update, reshard.
 
 A step of three layers through two slots, as its ops print (unit, kind, slot):
 
@@ -8,13 +8,13 @@ A step of three layers through two slots, as its ops print (unit, kind, slot):
     0UNSHARD@0 1UNSHARD@1
 
 Layers 0 and 1 are in their slots when the step begins. Layer 2 takes the slot of layer 0 while layer 1 runs,
-and is still there for its backward. The updates run in the order of the next forward, which waits for each
-layer's.
+and is still there for its backward. The updates run in the order of the next forward, where each layer waits
+for its own update.
 
-[Note: threads] A visit changes what the executor knows of slots and order, and the layer's modules have views
-of a slot in place of their parameters. So `Executor.lock` is held for a visit, and by what changes weights.
-Inference may run in any number of threads: during training each layer then has the weights of before an
-update or of after it. One thread trains: from a backward to the step or to `zero_grad`, another thread's
+[Note: threads] A run of a layer changes the executor's state of slots and order, and the layer's modules hold
+views of a slot in place of their parameters. So `Executor.lock` is held during a run, and during writes of
+weights. Inference may run in any number of threads: during training, each layer then has its weights from
+before or after an update. One thread trains: from a backward to the step or to `zero_grad`, another thread's
 forwards with gradients, backwards and steps are refused.
 """
 
@@ -74,7 +74,7 @@ from streamer.torch_private import (
 
 T = TypeVar("T")
 
-#: Of weights on disk that user code has asked for, those of so many units stay in memory.
+#: The number of units whose weights on disk stay in memory after user code has accessed them.
 KEPT_UNITS = 2
 
 _HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
@@ -82,8 +82,8 @@ _HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
 @dataclass
 class Backward:
-    """What a unit's backward reads and fills: the weights and the gradient (flat uint8, in the layout of the
-    unit), and the saved inputs. It says for which trainable parameters it has written a gradient."""
+    """The tensors that a unit's backward reads and writes: the weights and the gradient (flat uint8, in the
+    layout of the unit), and the saved inputs. ``used`` tells which trainable parameters got a gradient."""
 
     weights: torch.Tensor
     gradient: torch.Tensor
@@ -94,13 +94,12 @@ class Backward:
 class Executor:
     """The paging of one wrapped model.
 
-    ``units`` are the layers, numbered from 0 in the order of their lists, and ``root`` all the rest;
+    ``units`` are the layers, numbered from 0 in the order of their lists. ``root`` is the rest of the model.
     ``store`` has their shards in the same order, the root's last (so that its index ROOT finds it). There are
-    ``num_slots`` weight slots, and more as ``budget`` bytes of device memory leave room for them. Of host
-    memory no more than ``host_limit`` bytes are taken. What could be on disk leaves
-    ``for_inputs`` bytes of them to the layer inputs that will wait there. ``ranks`` are those that share the
-    store; with ``gather_weights`` each copies a part of a layer to its device, where they have the others'
-    from one another. [Note: ranks]
+    ``num_slots`` weight slots, and more if ``budget`` bytes of device memory have room for them. At most
+    ``host_limit`` bytes of host memory are used. State that may be on disk leaves ``for_inputs`` of these
+    bytes to saved layer inputs. ``ranks`` are those that share the store. With ``gather_weights`` each rank
+    copies a part of a layer to its device, and the devices exchange the parts. [Note: ranks]
     """
 
     def __init__(
@@ -127,13 +126,13 @@ class Executor:
         self.sum_in_fp32 = sum_in_fp32
         self.host_limit = host_limit
         self._for_inputs = for_inputs
-        #: held for a visit, so that threads take turns. [Note: threads]
+        #: held during a run of a layer: one thread at a time. [Note: threads]
         self.lock = Lock()
         #: the thread whose gradients wait for its step
         self._trainer: Thread | None = None
         self.issuer = Issuer(backend, hazards or Hazards())
         is_trained = any(unit.layout.grad_nbytes for unit in (*units, root))
-        #: autograd's number of the last backward, which waits for the gradients when it ends
+        #: autograd's number of the last backward; when it ends, it waits for the gradients
         self.backward_task = -1
         self.ranks = ranks or Ranks()
         self.across = AcrossRanks(
@@ -180,37 +179,37 @@ class Executor:
         self.structure = Structure(units, root.module)
         #: the layer that runs now
         self.running: Unit | None = None
-        #: by unit, which of its parameters got a gradient in the backward that is running, where some have
-        #: hooks
+        #: by unit with hooks on parameters, which of its parameters got a gradient in the running backward
         self._hooked: dict[int, list[bool]] = {}
-        #: a leaf that requires a gradient, so that a layer's backward runs though none of its inputs does
+        #: a leaf that requires a gradient, so that a layer's backward runs even if none of its inputs
+        #: requires one
         self.token = torch.zeros((), device=backend.device, requires_grad=True)
-        #: it tells PyTorch of the device
+        #: an empty tensor, by which PyTorch knows the device
         self.blank = torch.empty(0, device=backend.device)
         self.skipped_steps = 0
         self.released = False
-        #: the checkpoint that is being written, or was last, in the background
+        #: the checkpoint that is, or was last, written in the background
         self.saving: Background | None = None
         self._host_watch = HostWatch(backend)
         #: by the name of a parameter, the token of the optimizer that updates it (`AdamW.token`)
         self.updated_by: dict[str, object] = {}
-        #: bytes of the state of optimizers of PyTorch, which they hold themselves
+        #: bytes of the state of PyTorch optimizers, which hold it themselves
         self.optimizer_state: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        #: and those of it that are on disk
+        #: the part of these bytes that is on disk
         self.optimizer_state_on_disk: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._scratch = torch.empty(2, 0)
         self._root_ready = False
-        #: by unit, moments whose memory user code has got
+        #: by unit, moments whose memory user code holds
         self._aliased_moments: dict[int, list[torch.Tensor]] = {}
         self.pager.unshard_root()
 
     def caller(self) -> Thread:
-        """The thread that runs the caller. A GPU's backward runs in a thread of autograd's: then it is the
-        thread that trains."""
+        """The thread that runs the caller. On a GPU, backward runs in one of autograd's threads: then the
+        result is the thread that trains."""
         return self._trainer or current_thread() if backward_number() >= 0 else current_thread()
 
     def check_thread(self, thread: Thread) -> None:
-        """Raise RuntimeError if another thread than ``thread`` is training. [Note: threads]"""
+        """Raise RuntimeError if a thread other than ``thread`` is training. [Note: threads]"""
         trainer = self._trainer
         if trainer is not None and trainer is not thread and trainer.is_alive():
             raise RuntimeError(
@@ -221,25 +220,26 @@ class Executor:
             )
 
     def end_pass(self) -> None:
-        """The gradients of the last backward have been used, or are not wanted: any thread may train."""
+        """The gradients of the last backward have been used or dropped: any thread may train."""
         self._trainer = None
 
     def train_in(self, thread: Thread) -> None:
-        """The backward of a forward of ``thread`` runs. Raises RuntimeError if another thread is training."""
+        """Called in the backward of a forward of ``thread``. Raises RuntimeError if another thread is
+        training."""
         self.check_thread(thread)
         self._trainer = thread
 
     def begin_backward(self) -> None:
-        """A backward runs: let it end only when all gradients are in host memory."""
+        """Called during a backward: it ends only when all gradients are in host memory."""
         task = backward_number()
         if self.backward_task != task:
             self.backward_task = task
             when_backward_ends(self.finish_backward)
 
     def begin(self) -> None:
-        """Make the root unit's weights on the device those of the last update, before they are read.
+        """Bring the root unit's weights on the device up to date before they are read.
 
-        A stream that the caller goes over to has waited for nothing yet: it waits too.
+        A CUDA stream that the caller has just switched to has not waited for them yet, so it waits too.
         """
         with self.lock:
             if self._root_ready:
@@ -253,9 +253,9 @@ class Executor:
             self._root_ready = True
 
     def check_unchanged(self) -> None:
-        """Raise ValueError if layers or their parameters are others than those that were wrapped, or have
-        other memory."""
-        with self.lock:  # another thread's visit replaces parameters
+        """Raise ValueError if layers or their parameters were replaced after wrap, or the memory of a
+        parameter."""
+        with self.lock:  # another thread's run of a layer replaces parameters
             self.structure.check()
             for unit in self.units:
                 self.pager.parameters.check_places(unit)
@@ -271,14 +271,14 @@ class Executor:
                 self.pager.parameters.end_flight(unit)
 
     def forget_failures(self) -> None:
-        """Go on as if nothing that was submitted had failed, for who makes good what is wrong since. If
-        something has, updates that have not begun by then are dropped."""
+        """Continue as if no submitted work had failed, for a caller that has repaired the damage. After a
+        failure, updates that have not begun are dropped."""
         with self.lock:
             if self.issuer.forget_failures():
                 self.pager.begin_anew()
 
     def await_update(self, unit: Unit) -> None:
-        """Block until the user's code may read and write the weights and the optimizer's state of ``unit``.
+        """Block until user code may read and write the weights and the optimizer state of ``unit``.
 
         On a GPU, the host does not block for the root: later kernels on its weights wait for the copy.
         """
@@ -297,7 +297,7 @@ class Executor:
                 self.pager.parameters.end_flight(unit)
 
     def await_state(self, unit: Unit) -> None:
-        """Block until the user's code may read and write the optimizer's state of ``unit`` on disk."""
+        """Block until user code may read and write the optimizer state of ``unit`` on disk."""
         with self.lock:
             if not self.released:
                 self.issuer.wait(ops.masters_of(unit.index, self.shard(unit)), to_write=True)
@@ -309,7 +309,7 @@ class Executor:
 
     @contextmanager
     def _running(self, unit: Unit) -> Iterator[None]:
-        """Run the block as the visit of ``unit``, the only one now."""
+        """Run the block as the only run of a layer, that of ``unit``."""
         if self.running is not None:
             raise RuntimeError(
                 f"layer '{unit.name}' is called inside of layer '{self.running.name}': call it outside of "
@@ -341,13 +341,12 @@ class Executor:
 
     @contextmanager
     def backward(self, unit: Unit, saved: int | None = None) -> Iterator[Backward]:
-        """What the backward of ``unit``, which runs in the block, reads and fills; ``saved`` is the number
-        under which `InputPager` has its inputs. After the block the gradient leaves for the host, and in
-        update="backward" the update is queued. The caller holds the lock."""
+        """The tensors that the backward of ``unit``, which runs in the block, reads and writes; ``saved`` is
+        the number of its inputs in `InputPager`. After the block the gradient is copied to the host. With
+        update="backward" the update is queued, too. The caller holds the lock."""
         self.begin()
         if not (self.ranks.is_alone or self.gradients.are_kept):
-            # once this gradient is averaged the others write the shard, of which this rank may be writing a
-            # checkpoint
+            # after the average, other ranks write the shard, which this rank may be saving in a checkpoint
             self.wait_for_saving()
         with (
             self._running(unit),
@@ -367,8 +366,8 @@ class Executor:
             self.pager.prefetch()
 
     def before(self, touch: Touch) -> None:
-        """Return when a function of PyTorch may read and write the guarded tensors that it is given. [Note:
-        what the user sees]"""
+        """Block until a function of PyTorch may read and write its guarded arguments. [Note: what the user
+        sees]"""
         if self.released:
             return
         for tag, tensor in touch.of(self):
@@ -379,23 +378,23 @@ class Executor:
                 self.await_update(unit)
             elif touch.writes(tensor):
                 raise RuntimeError(
-                    "this is a copy of a moment that is divided among machines: assign what you want it to "
-                    "be (optimizer.state[p]['exp_avg'] = tensor), on all ranks"
+                    "this is a copy of a moment that is divided among machines: assign a new value instead "
+                    "(optimizer.state[p]['exp_avg'] = tensor), on all ranks"
                 )
             if touch.function is torch.autograd.grad and unit is not self.root:
                 raise RuntimeError(
-                    f"torch.autograd.grad does not go to '{tag.name}', which is in a streamed layer: call "
+                    f"torch.autograd.grad does not support '{tag.name}', which is in a streamed layer: call "
                     "loss.backward() and take p.grad"
                 )
         if touch.function in take_copies:
-            # PyTorch lets a GPU copy numbers to the host, and does not wait for them
+            # PyTorch allows numbers on a GPU to be copied to the host, and does not wait for the copy
             numbers = (*touch.args[1:], *touch.kwargs.values())
             if any(isinstance(item, torch.Tensor) and item.device.type == "cpu" for item in numbers):
                 self.backend.finish_compute()
         self.across.begin_writing(touch, self)
 
     def after(self, touch: Touch) -> None:
-        """The function was called."""
+        """Called after the function."""
         if self.released:
             return
         for tag, tensor in touch.of(self):
@@ -404,7 +403,7 @@ class Executor:
                 and touch.function is torch.Tensor.copy_
                 and touch.args[0] is tensor
             ):
-                # before other ranks go on
+                # before other ranks continue
                 self.pager.parameters.copied_in(self.unit(tag.unit), tag.position, touch.args[1])
         if touch.is_of_ranks:
             self._end_writing(touch)
@@ -419,12 +418,12 @@ class Executor:
                 moments = self._aliased_moments.setdefault(tag.unit, [])
                 if all(tensor is not each for each in moments):
                     moments.append(tensor)
-        # not sooner: a function may take parameters of several layers
+        # only now: a function may take parameters of several layers
         for unit in self.pager.parameters.beyond(KEPT_UNITS):
             self.pager.refresh_layer(unit)
 
     def _end_writing(self, touch: Touch) -> None:
-        """All ranks may read what has been written, and know what a GradScaler has found in it."""
+        """All ranks may now read the written values. They also exchange what a GradScaler has found."""
         units = {tag.unit: self.unit(tag.unit) for tag, _ in touch.of(self) if tag.kind is Kind.PARAMETER}
         on_disk = [unit for _, unit in sorted(units.items()) if self.shard(unit).uses_disk]
         with self.ranks.together("writing what the ranks share"):
@@ -440,7 +439,7 @@ class Executor:
 
     @as_plain
     def aliased(self) -> list[Unit]:
-        """The units of which user code holds memory by other tensors than parameters, gradients, moments."""
+        """The units whose memory user code holds in tensors other than parameters, gradients and moments."""
         found = {
             index: [each for each in moments if storage_owners(each) > each.__dict__[TAG].owners]
             for index, moments in self._aliased_moments.items()
@@ -454,7 +453,7 @@ class Executor:
         return [*{unit.index: unit for unit in units}.values()]
 
     def _await_aliased(self) -> None:
-        """Wait for the updates of units that are aliased, since who has them would not wait."""
+        """Wait for the updates of aliased units, since reads and writes through an alias do not wait."""
         for unit in self.aliased():
             self.await_update(unit)
 
@@ -467,13 +466,13 @@ class Executor:
     def zero_grad(self) -> None:
         """Gradients are about to be dropped."""
         self.end_pass()
-        # what a backward that failed has not asked for
+        # inputs that a failed backward has not fetched
         with self.lock:
             self.inputs.settle()
         self.gradients.zero_grad()
 
     def prepare(self, work: Callable[[], None]) -> None:
-        """Queue ``work`` on HOST that uses no weights, gradients or state (it loads kernels, say)."""
+        """Queue ``work`` on HOST that uses no weights, gradients or state (loading kernels, for example)."""
         self.backend.submit(Lane.HOST, work, (), 0)
 
     @never_traced
@@ -498,7 +497,7 @@ class Executor:
             self._hooked[unit.index] = [*map(operator.or_, before, used)]
 
     def _run_hooks(self) -> None:
-        """Call the user's post-accumulate-grad hooks on parameters of layers, whose gradients are on the
+        """Call the user's post-accumulate-grad hooks on parameters of layers whose gradients are on the
         host."""
         hooked, self._hooked = self._hooked, {}
         with torch.no_grad():
@@ -508,16 +507,16 @@ class Executor:
                         hook(param)
 
     def check_idle(self, unit: Unit) -> None:
-        """Raise RuntimeError if the calling thread is in a visit of ``unit``, which is to be updated."""
-        with self.lock:  # with the lock held, no other thread is in a visit
+        """Raise RuntimeError if the calling thread is running ``unit``, which is about to be updated."""
+        with self.lock:  # while the lock is held, no other thread runs a layer
             self.pager.check_idle(unit)
 
     def step(self, updates: Mapping[int, tuple[ShardUpdate, int]], told: str = "") -> None:
-        """Queue updates of host shards: by unit, what updates it and the bytes of memory that this moves;
-        ``told`` says what must be the same on all ranks.
+        """Queue updates of host shards. ``updates`` has, by unit, its update and the bytes of memory that the
+        update moves; ``told`` describes the values that must be the same on all ranks.
 
-        They run in the order in which the next forward asks for the units, and a unit is unsharded only
-        after its update, so this may return before any of them has begun.
+        They run in the order of the next forward, and a unit is unsharded only after its update. So this may
+        return before any update has begun.
         """
         with self.lock:
             self.check_thread(self.caller())
@@ -529,7 +528,7 @@ class Executor:
         self.pager.refresh()
         self._host_watch.check(self.host_bytes)
         if not self.ranks.is_alone:
-            # the others write shards of which this rank is writing a checkpoint
+            # the other ranks write shards that this rank is saving in a checkpoint
             self.wait_for_saving()
         self.across.before_updates([*updates], told)
         self.gradients.take_in()
@@ -558,7 +557,7 @@ class Executor:
             self.budget.settle()
 
     def release(self) -> None:
-        """Give up all memory: the weights have been taken out, and the backend is closed.
+        """Release all memory. The weights have been taken out, and the backend is closed.
 
         An optimizer may still reference the executor; that keeps none of this memory alive.
         """
@@ -573,7 +572,7 @@ class Executor:
         self._scratch = torch.empty(2, 0)
 
     def holds(self, address: int) -> bool:
-        """Whether weights of the model are at this address, in host memory or on the device."""
+        """Whether this address is in the model's weights, in host memory or on the device."""
         if self.released or self.backend.device.type == "meta":
             return False
         shards = (shard for shard in self.store.shards if not shard.is_out)
@@ -595,18 +594,18 @@ class Executor:
         return self.store.bytes_by_purpose() | {name: nbytes for name, nbytes in beside.items() if nbytes}
 
     def scratch(self, numel: int) -> torch.Tensor:
-        """Memory that updates in the HOST lane use one after another, [2, ``numel`` or more] in fp32."""
+        """Memory shared by the updates in the HOST lane, one at a time: [2, ``numel`` or more] in fp32."""
         if self._scratch.shape[1] < numel:
             device = "meta" if self.backend.device.type == "meta" else "cpu"
             self._scratch = torch.empty(2, numel, dtype=torch.float32, device=device)
         return self._scratch
 
     def scratch_bytes(self) -> int:
-        """Bytes of what `scratch` gives."""
+        """Bytes of `scratch`."""
         return self._scratch.nbytes
 
     def host_available(self) -> int:
-        """Bytes of host memory that may still be taken."""
+        """Bytes of host memory that are still available."""
         return min(self.backend.host_available(), self._left_of_limit())
 
     def _left_of_limit(self) -> int:
@@ -614,9 +613,9 @@ class Executor:
         return max(0, self.host_limit - sum(held.values()))
 
     def host(self, needed: int, remedy: str, *, by_all: bool = False) -> Tier:
-        """The host's memory, or what `wrap` was told to take of it, for ``needed`` bytes more. Where there
-        are too few, moments go to disk if they may: those of ranks only where ``by_all`` of them this is
-        called, since all ranks write them."""
+        """The host memory, or its part that `wrap` may take, for ``needed`` more bytes. If there are too few,
+        moments are moved to disk if that is allowed. Several ranks move them only if this is called
+        ``by_all`` of them, since all ranks write them."""
         if self.store.can_move and (by_all or self.ranks.is_alone):
             lacking = self.ranks.on_first("room in host memory", lambda: needed - self.host_available())
             if lacking > 0:
@@ -628,15 +627,15 @@ class Executor:
         return Tier("host_memory", needed, left, f"{remedy}, or wrap with a larger host_memory")
 
     def host_of_all(self, wanted: Mapping[str, int], remedy: str) -> Tier:
-        """`host` for bytes by purpose that all ranks are about to take."""
+        """`host` for the bytes, by purpose, that all ranks are about to take."""
         needed = sum(of_all_ranks(wanted, self.store.division.ranks).values())
         return self.host(needed, remedy, by_all=True)
 
     @contextmanager
     def writing_state(self, words: str) -> Iterator[None]:
-        """All ranks write optimizer state in the block, each what is in its share where it is on disk, or
-        what its machine holds where machines divide it. Before the block none reads what was there, after it
-        each reads what all have written."""
+        """All ranks write optimizer state in the block: each its share if the state is on disk, or the part
+        of its machine if machines divide the state. Before the block no rank reads the old state; after it
+        each rank reads the new state of all."""
         if not (self.store.can_move or self.store.is_divided):
             yield
             return
@@ -652,9 +651,9 @@ class Executor:
         only: Slice | None = None,
         to: int | None = None,
     ) -> HostShard:
-        """The host shard of ``unit``; where machines divide the state, one with copies of the pieces for
-        ``purposes``, of one parameter ``only`` or of all, with ``to`` on that rank alone. Then it is an
-        exchange, which all ranks come to, when all updates are done."""
+        """The host shard of ``unit``. If machines divide the state, a shard with copies of the pieces for
+        ``purposes``, of ``only`` one parameter or of all. With ``to``, only that rank gets the copies. It is
+        then a collective call of all ranks, after all updates are done."""
         shard = self.shard(unit)
         if not shard.is_divided or self.backend.device.type == "meta":
             return shard
@@ -670,8 +669,8 @@ class Executor:
         return shard.with_whole(pieces)
 
     def _move_to_disk(self, lacking: int) -> None:
-        """Let moments of the units that are needed last go to disk, so that ``lacking`` bytes more are free,
-        if there are as many. [Note: placement]"""
+        """Move moments of the units that are needed last to disk, until ``lacking`` more bytes are free or no
+        moments are left. [Note: placement]"""
         store, ranks = self.store, self.store.division.ranks
         movable = {at: store.movable(store.shards[at]) for at in (len(self.units), *range(len(self.units)))}
         purposes = {purpose for found in movable.values() for purpose in found} | {*store.on_disk()}
@@ -698,8 +697,8 @@ class Executor:
         )
 
     def place_moments(self, purposes: Sequence[Purpose], given_up: Sequence[Purpose]) -> frozenset[int]:
-        """The positions of the units whose optimizer state for ``purposes`` is to be on disk, in place of
-        that for ``given_up``. Of ranks, the first one decides.
+        """The positions of the units whose optimizer state for ``purposes`` goes to disk and replaces that
+        for ``given_up``. The first rank decides for all.
 
         Raises MemoryError if there is too little memory for the rings that state on disk passes through.
         """
@@ -724,15 +723,14 @@ class Executor:
     def add_moments(
         self, purposes: Sequence[Purpose], on_disk: Collection[int], in_place_of: Sequence[Purpose]
     ) -> None:
-        """Have zeroed room for an optimizer's state, for the units at the positions ``on_disk`` there, and
-        none for that of ``in_place_of``. Raises DiskError, before anything is changed, if the disk has no
-        room."""
+        """Allocate zeroed optimizer state, on disk for the units at the positions ``on_disk``, and drop the
+        state for ``in_place_of``. Raises DiskError, before anything is changed, if the disk has no room."""
         self.store.add(purposes, on_disk=on_disk, in_place_of=in_place_of)
         if self.store.on_disk():
             self.store.ring()
 
     def unit(self, index: int) -> Unit:
-        """The unit of that number, ROOT for the root."""
+        """The unit with that number; ROOT is the root."""
         return self.root if index == ROOT else self.units[index]
 
     def shard(self, unit: Unit) -> HostShard:

@@ -1,4 +1,5 @@
-"""Weights on the device: which unit is in which slot, what is fetched early, what is given up."""
+"""Weights on the device: the unit that each slot holds, the copies that are prefetched, the slots to
+evict."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class WeightSlots:
         self.nbytes = nbytes
         self.buffers = [allocate(nbytes) for _ in range(count)]
         self.holder: list[int | None] = [None] * count
-        #: how many visits read a slot now, which must keep what it holds
+        #: the number of runs that read a slot now; such a slot keeps its weights
         self.busy: Counter[int] = Counter()
         self._allocate = allocate
 
@@ -47,29 +48,29 @@ class WeightSlots:
         return [unit for slot, unit in enumerate(self.holder) if unit is not None and slot not in self.busy]
 
     def enter(self, slot: int) -> None:
-        """A visit begins that reads ``slot``."""
+        """A run of a unit begins that reads ``slot``."""
         self.busy[slot] += 1
 
     def leave(self, slot: int) -> None:
-        """A visit that has read ``slot`` ends."""
+        """A run that has read ``slot`` ends."""
         self.busy[slot] -= 1
         if not self.busy[slot]:
             del self.busy[slot]
 
     def add(self) -> None:
-        """Callable[[int], torch.Tensor] one more, whose number is the next."""
+        """Add a buffer, with the next number."""
         self.buffers.append(self._allocate(self.nbytes))
         self.holder.append(None)
 
     def drop(self) -> None:
-        """Give up the last, which nothing uses any more."""
+        """Remove the last buffer, which nothing uses any more."""
         self.buffers.pop()
         self.holder.pop()
 
 
 @dataclass
 class _Before:
-    """The unit that each slot held, those that did not have their last update, and what was expected."""
+    """The unit in each slot, the units without their last update, and the expected order."""
 
     holder: list[int | None]
     outdated: set[int]
@@ -77,7 +78,7 @@ class _Before:
 
 
 class Pager:
-    """The weight slots of the layers, and the root unit's own buffer, which never holds anything else."""
+    """The weight slots of the layers, and the root unit's own buffer, which never holds another unit."""
 
     def __init__(
         self,
@@ -90,8 +91,8 @@ class Pager:
         num_slots: int,
         gathers: bool,
     ) -> None:
-        """With ``gathers`` each rank copies a part of a layer to its device and has the others' from there:
-        [Note: gathered weights]."""
+        """With ``gathers`` each rank copies a part of a layer to its device and gets the other parts from the
+        other ranks' devices: [Note: gathered weights]."""
         self.prefetch_hits = 0
         self.prefetch_misses = 0
         self._nbytes = [unit.layout.nbytes for unit in units]
@@ -112,18 +113,18 @@ class Pager:
             writes_masters=across.ranks.is_first_of_machine,
         )
         self._order, self._order_alone = Order(range(len(units))), Order(range(len(units)))
-        #: whether the slots hold what `prefetch` has decided on, for visits as they have come since
+        #: whether the slots hold what `prefetch` has decided on, for the order known so far
         self._is_settled = False
-        #: units in a slot that does not have their last update
+        #: units in a slot without their last update
         self._outdated: set[int] = set()
         self._across = across if gathers else None
-        #: what was in the slots when this rank began to fill them for itself, None where it does not
+        #: the contents of the slots before this rank began to fill them for itself; None if it does not
         self._before: _Before | None = None
 
     @contextmanager
     def visited(self, unit: Unit, visit: Visit) -> Iterator[int]:
-        """The slot that holds ``unit``, which stays there inside the block; what is expected next is
-        unsharded as slots become free before and after it."""
+        """The slot that holds ``unit``, which stays there inside the block. Before and after the block, the
+        units expected next are unsharded as slots become free."""
         is_alone = visit.phase is Phase.INFERENCE
         self.fill_alone(is_alone)
         self.refresh_layer(unit)
@@ -146,18 +147,19 @@ class Pager:
         finally:
             self.slots.leave(slot)
             self._disk.release(unit.index)
-        # not after an error, which an error in here would replace; the next visit does the same
+        # not after an error, which an error in here would replace; the next run does the same
         self.fill_alone(is_alone)
         self.prefetch()
 
     def fill_alone(self, is_alone: bool) -> None:
-        """What is filled from here on is filled for this rank alone, or for all that gather.
+        """Copies from here on are for this rank alone, or take part in the all-gather again.
 
         [Note: gathered weights]
-        Ranks that gather decide alike on what is in their slots, since each brings a part of it: from the
-        visits of a training step, which all make in the same order. A forward without gradients may be one
-        rank's alone. For such ones a rank copies whole layers, by an order of their own. When its next step
-        goes on it brings back what was in its slots before, by copies of its own too, as if nothing had been.
+        Ranks that gather must agree on the contents of their slots, since each copies a part. They derive
+        them from the order of a training step, which is the same on all ranks. A single rank may run a
+        forward without gradients. Copies for such a forward are whole layers, in an order of their own, and
+        do not take part in the all-gather. When the rank's next training step continues, it restores the
+        earlier contents of its slots, also by copies of its own.
         """
         if self._across is None or is_alone is (self._before is not None):
             return
@@ -172,7 +174,7 @@ class Pager:
         if busy := [slot for slot in changed if slot in self.slots.busy]:
             name = self._units[self.slots.holder[busy[0]] or 0].name
             raise RuntimeError(
-                f"layer '{name}' runs without gradients, and calls another one with them, which ranks that "
+                f"layer '{name}' runs without gradients and calls another layer with them, which ranks that "
                 "gather weights cannot do: wrap with gather_weights=False"
             )
         for slot in changed:
@@ -184,14 +186,14 @@ class Pager:
         self._before, self._order, self._outdated = None, before.order, before.outdated
 
     def prefetch(self) -> None:
-        """Issue the copies that the coming visits need, in their order, up to the first that has no slot yet.
+        """Issue the copies that the next runs need, in their order, up to the first without a free slot.
 
         [Note: residency]
-        Belady's algorithm: a unit that is in no slot replaces the unit whose next use, counted from the visit
+        Belady's algorithm: a unit that is in no slot evicts the unit whose next use, counted from the run
         that needs the copy, is farthest away (distance divided by bytes, where layers differ in size). The
-        unit visited just before is never replaced: the copy overlaps with its compute. If the chosen unit
-        still has an earlier visit, prefetching stops until that visit is over: to replace another unit now
-        would give up one that is needed sooner.
+        last unit to run is never evicted: the copy overlaps with its compute. If the chosen unit still has an
+        earlier run, prefetching stops until that run is over: evicting another unit now would lose one that
+        is needed sooner.
         """
         self._fetch_upcoming()
         visits = islice(self._order.upcoming_visits(), len(self.slots.buffers) + WEIGHT_BUFFERS)
@@ -199,14 +201,14 @@ class Pager:
         self._is_settled = True
 
     def _passes_ring(self, visit: Visit) -> bool:
-        """Whether a visit to come needs its unit's weights in the ring: for the slot, or to be updated."""
+        """Whether a coming run needs its unit's weights in the ring: for the slot, or to be updated."""
         index = visit.unit
         in_slot = index not in self._outdated and self.slots.find(index) is not None
         return not in_slot or self._disk.updated_in(index) is visit.phase
 
     def _fetch_upcoming(self) -> None:
         slots, upcoming = self.slots, self._order.upcoming()
-        # units in idle slots, less those with a visit earlier than ``position`` in the loop
+        # units in idle slots, except those with a run earlier than ``position`` in the loop
         unused = slots.idle()
         for position, index in enumerate(upcoming):
             if not unused and slots.empty() is None:
@@ -220,15 +222,15 @@ class Pager:
                     return
                 self._fill(slot, self._units[index])
             elif index in self._outdated:
-                # not in use: `check_idle` refuses updates of a layer that is running
+                # the slot is not in use: `check_idle` refuses updates of a layer that is running
                 self._fill(slot, self._units[index])
             if index in unused:
                 unused.remove(index)
 
     def resize(self, count: int) -> None:
-        """Have ``count`` slots, or as many fewer as the device has memory for, or more as are in use.
+        """Resize to ``count`` slots: fewer if the device has no memory for them, more if more are in use.
 
-        The caller waits until nothing uses the slots that go.
+        The caller waits until nothing uses the slots to be removed.
         """
         self.fill_alone(False)
         while len(self.slots.buffers) < count:
@@ -248,7 +250,8 @@ class Pager:
             self._issuer.backend.device_trim()
 
     def check_idle(self, unit: Unit) -> None:
-        """Raise RuntimeError if ``unit`` is running, which would go on with the weights of before."""
+        """Raise RuntimeError if ``unit`` is running: it would continue with the weights from before the
+        update."""
         if self.slots.find(unit.index) in self.slots.busy:
             raise RuntimeError(
                 f"optimizer.step() is called inside of layer '{unit.name}', whose weights it updates: call "
@@ -256,14 +259,14 @@ class Pager:
             )
 
     def release(self) -> None:
-        """Give up the slots and the root's buffer."""
+        """Release the slots and the root's buffer."""
         self.slots.buffers.clear()
         self.parameters.release()
         self.root_buffer = torch.empty(0, dtype=torch.uint8)
 
     def update(self, unit: Unit, work: ShardUpdate, nbytes: int, source: Place) -> None:
         """Queue ``work``, which moves ``nbytes`` of host memory, for the shard of ``unit``, from the gradient
-        in ``source``. Where its weights are on disk, it may be issued when they are read."""
+        in ``source``. If the weights are on disk, the update may wait until they are read."""
         self._disk.update(unit.index, work, nbytes, source)
 
     def update_issued(self, unit: Unit, params: Iterable[torch.Tensor]) -> None:
@@ -278,7 +281,7 @@ class Pager:
             self._poison(unit.index, slot, unit.layout.grad_nbytes)
 
     def replaced(self, unit: Unit) -> None:
-        """All of ``unit``'s host shard was exchanged, what is frozen too."""
+        """All of ``unit``'s host shard was replaced, including frozen weights."""
         self.fill_alone(False)
         self._disk.forget(unit.index)
         self.parameters.changed(unit, unit.params)
@@ -288,7 +291,7 @@ class Pager:
             self._reshard(unit.index)
 
     def begin_anew(self) -> None:
-        """Take nothing for granted of the ring and of the slots, since something has failed."""
+        """Discard the state of the ring and of the slots after a failure."""
         if self._before is not None:
             self._order, self._before = self._before.order, None
         for unit in self._units:
@@ -303,10 +306,9 @@ class Pager:
         self._issuer.issue(op, lambda: self._issuer.backend.copy(into, source))
 
     def refresh(self, moved: Container[torch.Tensor] = ()) -> None:
-        """Take over what user code has written to parameters: of layers on the host, of the root on the
-        device.
+        """Take over user code's writes to parameters: of layers on the host, of the root on the device.
 
-        Raises ValueError for those that were given other memory, unless they are ``moved`` for good.
+        Raises ValueError for parameters whose memory was replaced, unless they are in ``moved``.
         """
         for unit in self._units:
             self.parameters.check_places(unit, moved)
@@ -314,13 +316,13 @@ class Pager:
         self.parameters.take_over_root(moved)
 
     def refresh_layer(self, unit: Unit) -> None:
-        """`refresh` for a layer, whose copy in a slot may be old then."""
+        """`refresh` for one layer, whose copy in a slot may then be stale."""
         if (changed := self.parameters.take_over(unit)) is not Changed.NO:
             self._renew(unit, changed)
 
     def follow(self, units: Iterable[Unit]) -> None:
-        """Ranks have written ``units``, all of them or the first one of each machine for all of it: take over
-        what is on disk, and let there be on disk what follows from it."""
+        """Ranks have written ``units``: all ranks, or the first one of each machine for all of them. Take
+        over the weights on disk, and write the dependent ones to disk."""
         self.fill_alone(False)
         for unit in units:
             self.parameters.read_copy(unit)
@@ -340,14 +342,15 @@ class Pager:
         return slot
 
     def _make_room(self, held: Iterable[int], upcoming: Iterable[int], may_go: Container[int]) -> int | None:
-        """An empty slot, or else that of the unit of ``held`` whose next use is farthest, if it may go."""
+        """An empty slot, or else the slot of that unit of ``held`` whose next use is farthest, if it is in
+        ``may_go``."""
         if (slot := self.slots.empty()) is not None:
             return slot
         unit = farthest(held, upcoming, self._nbytes)
         return self._reshard(unit) if unit is not None and unit in may_go else None
 
     def _reshard(self, unit: int) -> int | None:
-        """Give up the slot that holds ``unit``; which one it was."""
+        """Evict ``unit``; returns its slot, or None."""
         slot = self.slots.find(unit)
         if slot is not None:
             self._is_settled = False
@@ -363,10 +366,10 @@ class Pager:
             self._issuer.issue(ops.reshard(unit, slot), lambda: buffer.fill_(255))
 
     def _renew(self, unit: Unit, changed: Changed) -> None:
-        """What is in the slot of ``unit`` may be old, which ranks that gather do not all find out at the same
-        time: let it be new, and nothing else be changed."""
+        """The copy of ``unit`` in a slot may be stale, and ranks that gather may not all notice at the same
+        time: renew it, and change nothing else."""
         from_disk = self._disk.passes(unit.index)
-        # of weights on disk, an alias is one of a rank's own copy, which is not what runs
+        # if the weights are on disk, an alias points into a rank's own copy, which the layer does not use
         is_written = from_disk and changed is Changed.YES
         if self._across is None or self._before is not None or is_written:
             self._reshard(unit.index)
@@ -374,8 +377,8 @@ class Pager:
             self._fill(slot, unit, alone=True)
 
     def _fill(self, slot: int, unit: Unit, *, alone: bool = False) -> None:
-        """Queue the copy of ``unit`` into a slot; what is trained is enough where it is there already, but
-        outdated. Ranks that gather copy a part each, unless this one is to have it ``alone``."""
+        """Queue the copy of ``unit`` into a slot. If the unit is there but outdated, only the trained weights
+        are copied. Ranks that gather copy a part each, unless this one copies the whole unit ``alone``."""
         source, place = self._disk.source(unit.index)
         if self.slots.holder[slot] == unit.index and not alone:
             source = source[: unit.layout.grad_nbytes]

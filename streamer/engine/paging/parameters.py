@@ -1,23 +1,23 @@
-"""What user code sees of the weights, and what it does to them.
+"""Weights as user code reads and writes them.
 
 [Note: aliased parameters]
-Nothing tells of a write through ``param.data`` or a NumPy array. So, as long as a storage has more owners
-than it had after `wrap`, and once more after that,
+A write through ``param.data`` or a NumPy array leaves no trace. So, as long as a storage has more owners than
+it had after `wrap`, and once more after that,
 
-- a layer is copied to the device anew for each visit, because its copies there may be old;
-- a parameter of the root unit, which user code sees on the device, is compared with its copy in host memory
-  before that is used.
+- a layer is copied to the device again for each forward and backward, because its copy there may be stale;
+- a parameter of the root unit, which user code accesses on the device, is compared with its copy in host
+  memory before that copy is used.
 
 Masters need none of that: see [Note: masters].
 
-A write through such an alias during an update would be lost, so `step` waits for updates of aliased
-parameters; also for views that an autograd graph holds, which only reads them.
+A write through an alias during an update would be lost, so `step` waits for the updates of aliased
+parameters. It also waits if only an autograd graph holds an alias, although a graph does not write.
 
 [Note: copies of weights on disk]
-A parameter whose weights are on disk shows NaN, and takes no memory. When user code touches it, its unit's
-weights are read to a buffer, where they stay until a visit or a step finds nobody else to hold the buffer.
-What has changed there is written to disk then. Ranks have a copy each, for reading alone: what runs is on
-disk, where the first rank of a machine writes at once what all of them write.
+A parameter whose weights are on disk holds NaN and takes no memory. When user code reads or writes it, its
+unit's weights are read into a buffer. They stay there until a forward, a backward or a step finds that no
+other code holds the buffer. Changes are then written to disk. With several ranks, each has a read-only copy.
+The weights on disk are authoritative: the first rank of a machine writes them at once for all ranks there.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from streamer.torch_private import storage_owners
 
 
 class Copy(enum.Enum):
-    """The copy of weights on disk that user code has asked for. [Note: copies of weights on disk]"""
+    """The state of a unit's copy of weights on disk. [Note: copies of weights on disk]"""
 
-    #: there is none, or the weights are not on disk
+    #: there is no copy, or the weights are not on disk
     NONE = enum.auto()
-    #: it is as on disk
+    #: the copy equals the weights on disk
     SAME = enum.auto()
-    #: user code or an update has changed it
+    #: user code or an update has changed the copy
     CHANGED = enum.auto()
-    #: it has changes that cannot be written, since somebody else's file has these weights: it stays
+    #: the copy has changes that cannot be written, since these weights are in a file of the user: it stays
     KEPT = enum.auto()
-    #: ranks have changed what is on disk since it was read
+    #: ranks have changed the weights on disk since the copy was read
     OLD = enum.auto()
 
 
@@ -62,23 +62,23 @@ class Changed(enum.Enum):
     """Whether user code has changed weights since they were last taken over."""
 
     NO = enum.auto()
-    #: it has their memory
+    #: user code holds their memory
     MAYBE = enum.auto()
     YES = enum.auto()
 
 
 @dataclass
 class Seen:
-    """What may change about the parameters of one unit."""
+    """The state of one unit's parameters that may change."""
 
-    #: how many writes PyTorch had counted when the weights were last taken over
+    #: PyTorch's count of writes when the weights were last taken over
     written: int
-    #: an update was issued and nobody has waited for it since, or the weights are on disk alone
+    #: an update was issued and has not been waited for, or the weights are on disk alone
     in_flight: bool = False
     copy: Copy = Copy.NONE
-    #: how many hold the storage of each parameter where user code holds none
+    #: the number of owners of each parameter's storage when user code holds none
     owners: list[int] = field(default_factory=list)
-    #: the positions of parameters whose memory user code has got; of those that an autograd graph reads
+    #: the positions of aliased parameters, and of those that an autograd graph reads
     aliased: set[int] = field(default_factory=set)
     read: set[int] = field(default_factory=set)
 
@@ -98,7 +98,7 @@ class Parameters:
         *,
         writes_masters: bool,
     ) -> None:
-        """Of ranks, one of each machine ``writes_masters`` for all of them."""
+        """With several ranks, one rank of each machine ``writes_masters`` for all of them."""
         self._issuer = issuer
         self._units = units
         self._root = root
@@ -107,11 +107,11 @@ class Parameters:
         self._root_buffer = root_buffer
         self._writes_masters = writes_masters
         self.of = {unit.index: Seen(unit.written()) for unit in (*units, root)}
-        #: the units of which there are copies, in the order in which they were asked for
+        #: the units that have copies, in the order of their first use
         self._copied: list[int] = []
 
     def guard(self) -> None:
-        """Parameters are guarded now, and user code holds the memory of none."""
+        """Called once parameters are guarded and user code holds the memory of none."""
         for unit in (*self._units, self._root):
             self.of[unit.index].owners = self._owners(unit)
             if self.is_out(unit):
@@ -119,17 +119,18 @@ class Parameters:
 
     @as_plain
     def _owners(self, unit: Unit) -> list[int]:
-        """How many hold the storage of each parameter."""
+        """The number of owners of each parameter's storage."""
         return [*map(storage_owners, unit.params)]
 
     def release(self) -> None:
-        """Hold nothing of the root's buffer any more."""
+        """Release the root's buffer."""
         self._root_buffer = torch.empty(0, dtype=torch.uint8)
 
     # updates
 
     def begin_flight(self, unit: Unit) -> None:
-        """An update of ``unit`` is about to be issued: who touches its parameters from now on waits."""
+        """An update of ``unit`` is about to be issued: from now on, reading or writing its parameters
+        waits."""
         self.of[unit.index].in_flight = True
 
     def end_flight(self, unit: Unit) -> None:
@@ -141,9 +142,9 @@ class Parameters:
             seen.in_flight = False
 
     def changed(self, unit: Unit, params: Iterable[torch.Tensor]) -> None:
-        """An update of these parameters of ``unit`` was issued, or a checkpoint loaded into its shard."""
+        """An update of these parameters of ``unit`` was issued, or a checkpoint was loaded into its shard."""
         seen = self.of[unit.index]
-        # for autograd the weights are written here, as by any optimizer
+        # for autograd, this writes the weights, as any optimizer does
         torch.autograd.graph.increment_version([*params])
         seen.written = unit.written()
         if seen.copy is not Copy.NONE:
@@ -151,8 +152,8 @@ class Parameters:
         seen.in_flight = True
 
     def await_masters(self, unit: Unit) -> None:
-        """Block until the weights of ``unit``, on the host and where user code sees them, and what makes
-        masters of them may be written."""
+        """Block until the weights of ``unit`` may be written, on the host and where user code accesses them,
+        and also the bits that make masters of them."""
         on_device = (ops.weight_slot(ROOT),) if unit is self._root else ()
         masters = ops.masters_of(unit.index, self._store.shards[unit.index])
         self._issuer.wait((*on_device, *masters), to_write=True)
@@ -160,7 +161,8 @@ class Parameters:
     # writes of user code
 
     def take_over(self, unit: Unit) -> Changed:
-        """Take over what user code has written to a layer's parameters. Whether its slot may be outdated."""
+        """Take over what user code has written to a layer's parameters. Returns whether the copy in its slot
+        may be stale."""
         if self.is_out(unit):
             return Changed.NO
         seen, found = self.of[unit.index], Changed.NO
@@ -217,16 +219,16 @@ class Parameters:
             slice.view(self._root_buffer).copy_(streamed(values, slice.dtype))
 
     def check_places(self, unit: Unit, moved: Container[torch.Tensor] = ()) -> None:
-        """Raise ValueError if somebody has given parameters of ``unit`` other memory, unless they are
-        ``moved`` for good."""
+        """Raise ValueError if the memory of a parameter of ``unit`` was replaced, unless the parameter is in
+        ``moved``."""
         for slice, param in self.elsewhere(unit):
             if param in moved:
                 continue
             if param.dtype != slice.dtype:
                 raise ValueError(
                     f"'{slice.param.name}' was cast from {slice.dtype} to {param.dtype} after streamer.wrap "
-                    "(param.data = param.data.to(...), as TRL does to adapters of a quantized base), which "
-                    f"is not what runs: cast it before, or give streamer.wrap dtype={param.dtype}, or call "
+                    "(param.data = param.data.to(...), as TRL does to adapters of a quantized base) and "
+                    f"would not be used: cast it before, or wrap with dtype={param.dtype}, or call "
                     "streamer.unwrap(model) first"
                 )
             if param.shape != slice.param.shape:
@@ -236,13 +238,13 @@ class Parameters:
                     "call streamer.unwrap(model), resize, and wrap again"
                 )
             raise ValueError(
-                f"'{slice.param.name}' was given other memory after streamer.wrap (param.data = ..., "
-                "param.set_, vector_to_parameters), which is not what runs: write into it (param.copy_ under "
+                f"the memory of '{slice.param.name}' was replaced after streamer.wrap (param.data = ..., "
+                "param.set_, vector_to_parameters), and would not be used: write into it (param.copy_ under "
                 "torch.no_grad), or call streamer.unwrap(model) first"
             )
 
     def elsewhere(self, unit: Unit) -> list[tuple[Slice, nn.Parameter]]:
-        """The parameters of ``unit`` that somebody has given other memory."""
+        """The parameters of ``unit`` whose memory was replaced."""
         if self.is_out(unit):
             return []
         is_root = unit.index == ROOT
@@ -252,7 +254,7 @@ class Parameters:
 
     def alias(self, unit: Unit, position: int, *, to_read: bool) -> None:
         """User code got a tensor that shares memory with a parameter of ``unit``. Unless ``to_read``, it may
-        write the parameter and nothing tells of that. [Note: aliased parameters]"""
+        write the parameter without a trace. [Note: aliased parameters]"""
         seen = self.of[unit.index]
         if to_read:
             seen.read.add(position)
@@ -262,8 +264,8 @@ class Parameters:
         seen.aliased.add(position)
 
     def aliased(self) -> list[Unit]:
-        """The units that are aliased, if only to be read. What no longer is stays noted until the next visit,
-        which copies the unit anew."""
+        """The units that are aliased, even if only to be read. A unit that no longer is stays noted until its
+        next forward or backward, which copies it again."""
         found = []
         for unit in (*self._units, self._root):
             seen = self.of[unit.index]
@@ -274,7 +276,7 @@ class Parameters:
         return found
 
     def _still(self, unit: Unit, positions: set[int]) -> set[int]:
-        """Which of these parameters are aliased still."""
+        """Those of these parameters that are still aliased."""
         now, owners = self._owners(unit), self.of[unit.index].owners
         return {position for position in positions if now[position] != owners[position]}
 
@@ -286,12 +288,12 @@ class Parameters:
 
     @as_plain
     def copy_in(self, unit: Unit) -> None:
-        """User code asks for the weights of ``unit``, which are on disk: read them to a buffer. Raises
-        MemoryError if there is no room. [Note: copies of weights on disk]"""
+        """User code reads or writes the weights of ``unit``, which are on disk: read them into a buffer.
+        Raises MemoryError if there is no room. [Note: copies of weights on disk]"""
         shard, seen = self._store.shards[unit.index], self.of[unit.index]
         self.await_masters(unit)
         self._disk.forget(unit.index)
-        remedy = "let go of what holds other parameters' memory, or save a checkpoint by streamer.save"
+        remedy = "release other parameters' memory, or save a checkpoint by streamer.save"
         require(
             f"the weights of '{unit.name}', which are on disk",
             host(unit.layout.nbytes, self._issuer.backend.host_available(), remedy),
@@ -304,7 +306,7 @@ class Parameters:
         self._copied.append(unit.index)
 
     def beyond(self, keep: int) -> list[Unit]:
-        """The units of which there are copies, but for the last ``keep``."""
+        """The units that have copies, except the last ``keep``."""
         return [self._units[index] for index in self._copied[: max(0, len(self._copied) - keep)]]
 
     def copied_bytes(self) -> int:
@@ -313,7 +315,7 @@ class Parameters:
 
     @as_plain
     def _write_out(self, unit: Unit) -> None:
-        """Let the copy go where nobody else holds it, and write it to disk if it has changed."""
+        """Release the copy if no other code holds it, and write it to disk if it has changed."""
         shard, seen = self._store.shards[unit.index], self.of[unit.index]
         if self._owners(unit) != seen.owners:
             return
@@ -329,16 +331,17 @@ class Parameters:
 
     @as_plain
     def _hide(self, unit: Unit) -> None:
-        """Let the parameters of ``unit``, whose weights are on disk, show NaN until they are asked for."""
+        """Let the parameters of ``unit``, whose weights are on disk, hold NaN until user code accesses
+        them."""
         self.of[unit.index].in_flight = True
         for slice, param in unit.placed():
-            # one number, of whatever shape: it takes no memory
+            # one number, expanded to the shape: it takes no memory
             param.data = not_a_number(slice.dtype, param.device).expand(slice.param.shape)
         unit.show_parts()
 
     def write_copies(self, units: Iterable[Unit]) -> None:
-        """Ranks have written parameters of ``units``, and this rank does for its machine: write what of them
-        is on disk there. Raises RuntimeError for what is in somebody's files."""
+        """Ranks have written parameters of ``units``. This rank writes for its machine: write those
+        parameters that are on disk there. Raises RuntimeError for parameters in files of the user."""
         for unit in units:
             if self.of[unit.index].copy is not Copy.NONE:
                 self.await_masters(unit)
@@ -351,7 +354,7 @@ class Parameters:
                 shard.weights_on_disk.store(shard.brought)
 
     def read_copy(self, unit: Unit) -> None:
-        """Ranks have written ``unit``: take over what is on disk."""
+        """Ranks have written ``unit``: take over the weights on disk."""
         if self.of[unit.index].copy is not Copy.NONE:
             self.await_masters(unit)
             self._disk.forget(unit.index)

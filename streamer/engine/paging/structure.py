@@ -1,7 +1,7 @@
 """Whether a wrapped model still has the layers that it was wrapped with.
 
-A module that is put in the place of a layer runs without being streamed, and no loss shows that. So the
-modules that hold layers are compared with what they held where a pass over the model begins.
+A module that replaces a layer runs without being streamed, and no loss reveals it. So, at the beginning of a
+forward of the model, the modules that hold layers are compared with their earlier contents.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Structure:
     def __init__(self, units: Sequence[Unit], model: nn.Module) -> None:
         self._model = model
         self._units = units
-        #: by the path of a module that holds layers, those, by their name in it
+        #: the layers by their name in the module that holds them, by the path of that module
         self._layers: dict[str, dict[str, nn.Module]] = {}
         for unit in units:
             path, _, key = unit.name.rpartition(".")
@@ -37,7 +37,7 @@ class Structure:
             now = self._children(path)
             for key, layer in layers.items():
                 found = now.get(key)
-                # others may have put it into a module of theirs, which calls it
+                # other code may have put the layer into a module of its own, which calls it
                 if found is not layer and (found is None or layer not in found.modules()):
                     raise _refusal(f"layer '{path}.{key}' was replaced or removed")
             if len(now) != self._lengths.get(path, len(now)):

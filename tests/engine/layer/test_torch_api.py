@@ -290,7 +290,7 @@ def test_other_memory_is_noticed_and_is_there_after_unwrap(change: Callable[[nn.
         if change is not by_swapping:  # which makes another parameter of it
             uses.append(optimizer.step)
         for use in uses:
-            with pytest.raises(ValueError, match="was given other memory after streamer.wrap.*param.copy_"):
+            with pytest.raises(ValueError, match="was replaced after streamer.wrap.*param.copy_"):
                 use()
     assert torch.equal(model(inputs()), plain(inputs()))
 

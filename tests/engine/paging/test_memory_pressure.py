@@ -32,7 +32,7 @@ def test_out_of_device_memory_names_who_holds_it_and_a_smaller_batch_works() -> 
         optimizer = streamer.AdamW(model.parameters())
         match = (
             r"out of device memory in layer 'transformer\.h\.1': .* weight slots \d+ bytes, gradient slots "
-            r"\d+ bytes, .* saved by layers for backward\. Give wrap a micro_.*tried to allocate 20\.00 GiB"
+            r"\d+ bytes, .* saved by layers for backward\. Call wrap with a micro.*to allocate 20\.00 GiB"
         )
         for _ in range(2):
             with pytest.raises(torch.OutOfMemoryError, match=match):
