@@ -1,35 +1,36 @@
-"""What is on disk, on its way through host memory: state a chunk at a time, weights a unit at a time.
+"""State and weights on disk pass through host memory: state one chunk at a time, weights one unit at a time.
 
 Unit 3 has two chunks of optimizer state on disk, 7 and 8. Its update, as its ops print (unit, kind, buffer of
 the ring):
 
     3READ_STATE@0 3STEP@0 3WRITE_STATE@0 3READ_STATE@1 3STEP@1 3WRITE_STATE@1
 
-They are issued at once. What they wait for follows from what they read and write: a chunk is read while the
-one before it is updated and the one before that is written, and no sooner than its own write of the last step
-and the last use of its buffer are over. Of ranks, each has the ops of the chunks in its share.
+All ops are issued at once. Their reads and writes determine their order: a chunk is read while the previous
+chunk is updated and the one before that is written. The read also waits for the chunk's own write in the last
+step and for the last use of its buffer. With several ranks, each has the ops of the chunks in its share.
 
-Unit 3 has its weights on disk. Its update and the forward that follows (buffer of the ring, or slot):
+If unit 3 has its weights on disk, its update and its next forward are (buffer of the ring, or slot):
 
     3READ_WEIGHTS@1 3STEP@0 3WRITE_WEIGHTS@1 3UNSHARD@0
 
-The update waits for the forward that needs it, so that the weights are read once for both: the bytes of a
-step are two for each bf16 weight on its way to forward, two to backward, and two back to disk.
+The update waits for the forward that needs it, so that the weights are read once for both. A step moves two
+bytes for each bf16 weight to forward, two to backward, and two back to disk.
 
-Ranks do not wait: each updates its share as soon as it can, and reads the whole when all have written theirs.
-Of a unit that this rank updates a part of, in buffer 1, and then goes through as a whole, in buffer 2:
+Several ranks do not wait for the forward: each updates its share as soon as it can, and reads the whole unit
+when all have written their shares. This rank updates its share in buffer 1 and then reads the whole unit into
+buffer 2:
 
     3READ_WEIGHTS@1 3STEP@0 3WRITE_WEIGHTS@1 3AGREE 3READ_WEIGHTS@2 3UNSHARD@0
 
-Where machines divide the state, what this rank writes has the other owners' parts of its share in it:
+If machines divide the state, this rank also writes the other owners' parts of its share:
 
     3READ_WEIGHTS@1 3STEP@0 3GATHER@1 3WRITE_WEIGHTS@1 3AGREE 3READ_WEIGHTS@2 3UNSHARD@0
 
-A buffer of the ring of weights is free for others when the visit is over for which those in it were read:
-with ``update="backward"`` they are updated by then. The ring is filled as long as a buffer is free, in the
-order in which the units are expected.
+A buffer of the ring of weights is free when the forward or backward that needed its weights is over: with
+``update="backward"`` they are updated by then. As long as a buffer is free, weights are read in the order in
+which the units are expected.
 
-Of a unit that is in host memory the update is one STEP, and its weights pass through no ring.
+The update of a unit in host memory is one STEP, and its weights pass through no ring.
 """
 
 from __future__ import annotations
@@ -54,16 +55,16 @@ from streamer.store.purposes import WEIGHTS
 from streamer.store.shard import HostShard, Window
 from streamer.store.weights_on_disk import WeightsOnDisk
 
-#: The update of a unit, given its shard; of one on disk a `Window` for each chunk, one after the other.
+#: The update of a unit. It takes the unit's shard, or, for state on disk, a `Window` for each chunk in turn.
 ShardUpdate = Callable[[HostShard], None]
 
 
 class WholeUpdate(abc.ABC):
-    """An update that goes through its shard itself, a parameter at a time, also where state is on disk. Of
-    ranks, each updates some parameters, from the whole of their gradients."""
+    """An update that processes its shard itself, one parameter at a time, even if state is on disk. With
+    several ranks, each updates some parameters, from their whole gradients."""
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        #: the parameters of the shard that are updated, on one rank or another
+        #: the parameters of the shard to update, on one rank or another
         self.params = params
 
     @abc.abstractmethod
@@ -72,44 +73,44 @@ class WholeUpdate(abc.ABC):
 
 
 class DiskPager:
-    """Two rings of host buffers, for state and for weights. Both are empty where nothing is on disk."""
+    """Two rings of host buffers, for state and for weights. Both are empty if nothing is on disk."""
 
     def __init__(self, issuer: Issuer, store: HostStore, across: AcrossRanks) -> None:
         self._issuer = issuer
         self._store = store
         self._across = across
-        #: the buffer of the ring of state that is used next
+        #: the next buffer of the ring of state
         self._next = 0
         self._buffers = store.weight_ring
-        #: the units whose weights are in the ring, each with its buffer
+        #: the buffer of each unit whose weights are in the ring
         self._held: dict[int, int] = {}
-        #: buffers that may be used for others, the one that is free for longest first
+        #: free buffers, the one that has been free the longest first
         self._free = OrderedDict.fromkeys(range(len(self._buffers)))
-        #: the phase of the visits in which a unit's weights on disk were last updated
+        #: the phase in which a unit's weights on disk were last updated
         self._updated_in: dict[int, Phase] = {}
 
     # weights
 
     def passes(self, unit: int) -> bool:
-        """Whether the unit's weights come from disk: those that are there and nowhere else. Of ranks also
-        those of which one of them shows a copy to the user's code, which is that rank's own."""
+        """Whether the unit's weights come from disk. With several ranks, weights on disk do so even if a rank
+        has a copy for user code, since that copy is the rank's own."""
         shard = self._store.shards[unit]
         return shard.is_out or (self._store.is_shared and not shard.weights_on_disk.is_empty)
 
     def updated_in(self, unit: int) -> Phase | None:
-        """The phase of the visits in which the unit's weights on disk are updated, None if never yet."""
+        """The phase in which the unit's weights on disk are updated, None if never yet."""
         return self._updated_in.get(unit)
 
     def source(self, unit: int) -> tuple[torch.Tensor, int | None]:
-        """The unit's weights, up to date, in the shard or in the ring until `release`; which buffer of the
-        ring has them."""
+        """The unit's up-to-date weights, in the shard or, until `release`, in the ring; and the number of the
+        ring's buffer, or None."""
         if not self.passes(unit):
             return self._store.shards[unit].weight, None
         place = self._read(unit)
         return self._buffers[place][: self._store.shards[unit].layout.nbytes], place
 
     def release(self, unit: int) -> None:
-        """A visit of the unit is over."""
+        """A run of the unit is over."""
         if (place := self._held.get(unit)) is not None:
             self._free[place] = None
 
@@ -122,18 +123,19 @@ class DiskPager:
                 self._read(unit)
 
     def forget(self, unit: int) -> None:
-        """Others are to write the unit's weights on disk."""
+        """Other ranks are about to write the unit's weights on disk."""
         if (place := self._held.pop(unit, None)) is not None:
             self._let_go(place)
 
     def begin_anew(self) -> None:
-        """Forget what the ring holds, and the updates that wait: all weights are to be replaced."""
+        """Forget the contents of the ring and the updates that wait: all weights are about to be replaced."""
         self._issuer.deferred.clear()
         for unit in [*self._held]:
             self.forget(unit)
 
     def _read(self, unit: int) -> int:
-        """Which buffer has, or is about to get, the weights of ``unit``, updated if that was put off."""
+        """The buffer with the weights of ``unit``, or about to get them. An update that was put off is issued
+        now."""
         if (update := self._issuer.deferred.pop(unit, None)) is not None:
             update()
         return self._hold(unit)
@@ -151,7 +153,7 @@ class DiskPager:
 
     def _empty(self) -> int:
         if not self._free:
-            # nobody has asked yet for what was read early: the last of it goes
+            # evict the last of the weights that were prefetched and not used yet
             self.forget(next(reversed(self._held)))
         place, _ = self._free.popitem(last=False)
         self._held = {unit: held for unit, held in self._held.items() if held != place}
@@ -170,9 +172,9 @@ class DiskPager:
         """Queue ``work``, which moves ``nbytes`` of host memory, for the shard of ``unit``, from the gradient
         in ``source``.
 
-        Where the weights are on disk and the gradient may stay there, that is when the unit's weights are
-        next asked for, else now. Of ranks each updates its share now: what one of them puts off, the others
-        would wait for.
+        If the weights are on disk and the gradient may stay in place, the update is issued when the weights
+        are next needed, else now. With several ranks, each updates its share now: the other ranks would wait
+        for an update that one of them puts off.
         """
         if not self.passes(unit):
             self._update(unit, work, nbytes, source)
@@ -191,7 +193,7 @@ class DiskPager:
         self.release(unit)
 
     def _update_share(self, unit: int, work: ShardUpdate, nbytes: int, source: Place) -> None:
-        # what is in the ring has the others' shares as they were
+        # the weights in the ring have the other ranks' shares from before the update
         self.forget(unit)
         place = self._empty()
         disk, buffer = self._on_disk(unit), self._buffers[place]
@@ -203,7 +205,7 @@ class DiskPager:
     def _update(
         self, unit: int, work: ShardUpdate, nbytes: int, source: Place, place: int | None = None
     ) -> None:
-        """Update the shard of ``unit``, whose weights are in buffer ``place`` of the ring or in memory, a
+        """Update the shard of ``unit``, whose weights are in buffer ``place`` of the ring or in memory, one
         chunk of its state on disk at a time."""
         shard, issue = self._store.shards[unit], self._issuer.issue
         weights = {}
@@ -233,8 +235,8 @@ class DiskPager:
             step = ops.step(unit, source, part, mine, place)
             before = issue(step, partial(_run, work, disk, chunk, window, before))
             if chunk is disk.own[-1]:
-                # before the state, which is several times as long: the buffer is wanted for other weights,
-                # whose read keeps those behind it in its lane
+                # write the weights before the state, which is several times as large: other weights need the
+                # buffer, and their read delays those behind it in its lane
                 self._write_weights(unit, place)
             issue(ops.write_state(*on_disk), partial(_write, disk, chunk, buffer, poison=poison))
 
@@ -256,10 +258,11 @@ def _run(
     window: Callable[[], Window],
     before: Event | None,
 ) -> None:
-    # who waits for the shard waits for the update of the last chunk, which is to fail with those before it
+    # waiting for the shard is waiting for the update of the last chunk, which must fail if an earlier chunk
+    # failed
     if before is not None and before.failed():
         before.wait()
-    # made when it runs: a shard may get sums of gradients meanwhile
+    # created only now: until it runs, the shard may get sums of gradients
     shard = window()
     shard.about_to_change()
     disk.begin_update(chunk)

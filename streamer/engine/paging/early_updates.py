@@ -1,8 +1,8 @@
 """The optimizers that update layers in backward (``update="backward"``), and the steps that follow.
 
-A gradient is used up by the update that it starts, so there is nothing left to clip, to add to or to look at
-when backward ends. The root unit's gradients stay until `step`, as usual; but to write them before `step`
-(to clip them, say) would not reach the layers, so it is refused.
+An update consumes its gradient, so when backward ends there is nothing left to clip, to accumulate or to
+read. The root unit's gradients stay until `step`, as usual. A write to them before `step` (clipping, for
+example) would not affect the layers, so it is refused.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from streamer.store.shard import HostShard
 
 
 class UpdateWork(Protocol):
-    """The update of a unit's shard, or of a chunk of its state, from its ``gradient`` (flat uint8), of which
-    other ranks know the rest if it was ``reduced``."""
+    """The update of a unit's shard, or of a chunk of its state, from its ``gradient`` (flat uint8). If the
+    gradient was ``reduced``, other ranks have the other parts."""
 
     def __call__(self, shard: HostShard, *, gradient: torch.Tensor, reduced: Reduced | None) -> None: ...
 
@@ -36,7 +36,8 @@ class Update(NamedTuple):
     begin: Callable[[], None]
 
 
-#: Asked for the update of a unit, given which of its trainable parameters have a gradient; counts no step.
+#: Returns the update of a unit; the second argument tells which of its trainable parameters have a gradient.
+#: Counts no step.
 Updater = Callable[[Unit, Sequence[bool]], Update | None]
 
 
@@ -44,23 +45,23 @@ class EarlyUpdates:
     """The updates of layers in backward, between two steps of their optimizers."""
 
     def __init__(self) -> None:
-        #: how many steps have been made
+        #: the number of steps so far
         self.number = 0
-        #: the names of layers whose update was skipped because their gradient was not finite, each with the
-        #: number of steps made when it arrived; updates add to them as they run
+        #: the names of layers whose update was skipped because of a non-finite gradient, each with the number
+        #: of steps at the time of the gradient; running updates append to it
         self.not_finite: deque[tuple[int, str]] = deque()
-        #: whether the last backward has: not while one is running, nor after one that has failed
+        #: whether the last backward has finished: not during a backward, nor after a failed one
         self._has_finished = True
         self._updaters: list[weakref.WeakMethod[Updater]] = []
         #: by unit, the updaters that have updated it since the last step of their optimizer
         self._updated: dict[int, set[weakref.WeakMethod[Updater]]] = {}
-        #: what `next_step` has found
+        #: the result of the last `next_step`
         self._found: list[tuple[int, str]] = []
         #: the numbers of the steps that were skipped, at least in part
         self._skipped: set[int] = set()
 
     def add(self, updater: Updater) -> None:
-        """Ask ``updater``, a method, for the updates of units, as long as its object lives."""
+        """Use ``updater``, a method, for the updates of units, as long as its object lives."""
         self._updaters.append(weakref.WeakMethod(updater))
 
     def check(self, unit: Unit) -> None:
@@ -68,10 +69,10 @@ class EarlyUpdates:
         self._updaters = [updater for updater in self._updaters if updater() is not None]
         if not self._updaters:
             raise RuntimeError(
-                "update='backward' needs its optimizer before backward: make "
+                "update='backward' needs its optimizer before backward: create "
                 "streamer.AdamW(model.parameters(), ...) after streamer.wrap"
             )
-        # an optimizer that is gone, or that another one has succeeded, makes no step any more
+        # an optimizer that is gone or was replaced makes no more steps
         used = [True] * len(unit.trainable)
         updaters = [updater() for updater in self._updated.get(unit.index, ())]
         if any(updater is not None and updater(unit, used) is not None for updater in updaters):
@@ -83,7 +84,7 @@ class EarlyUpdates:
             )
 
     def ask(self, unit: Unit, used: Sequence[bool]) -> list[Update]:
-        """The updates of ``unit``, of whose trainable parameters those ``used`` have a gradient."""
+        """The updates of ``unit``. ``used`` tells which of its trainable parameters have a gradient."""
         asked = {
             reference: update
             for reference in self._updaters
@@ -94,18 +95,18 @@ class EarlyUpdates:
         return [*asked.values()]
 
     def finish_backward(self) -> None:
-        """Backward has gone through all layers that it was to go through."""
+        """Backward has finished all its layers."""
         self._has_finished = True
 
     def zero_grad(self) -> None:
-        """Gradients are dropped: after a backward that has failed, the next one begins anew."""
+        """Gradients are dropped: after a failed backward, the next one starts afresh."""
         if not self._has_finished:
             self._updated.clear()
             self._has_finished = True
 
     def next_step(self, updater: Updater | None = None) -> list[str]:
-        """The optimizer of ``updater`` has made a step, or all optimizers have; the names of layers that were
-        found not to be updated since the last one."""
+        """The optimizer of ``updater`` has made a step, or all optimizers have. Returns the names of the
+        layers whose update was skipped since the last one."""
         if updater is None:
             self._updated.clear()
         else:
@@ -118,8 +119,8 @@ class EarlyUpdates:
         return [name for _, name in self._found]
 
     def newly_skipped(self, *, step_too: bool) -> int:
-        """Of the steps that the last `next_step` has found to be skipped in part, and its own where
-        ``step_too``, the number of those that were not counted yet."""
+        """The number of partly skipped steps that were not counted yet: those found by the last `next_step`
+        and, with ``step_too``, its own step."""
         # updates that run late belong to steps before the last
         steps = {number for number, _ in self._found} | ({self.number - 1} if step_too else set())
         new = steps - self._skipped
@@ -127,5 +128,5 @@ class EarlyUpdates:
         return len(new)
 
     def skipped_since(self) -> int:
-        """How many further ones were skipped since."""
+        """The number of further steps skipped since then."""
         return len({number for number, _ in [*self.not_finite]} - self._skipped)

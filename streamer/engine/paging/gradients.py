@@ -8,16 +8,16 @@ Layer 1 goes backward in weight slot 1 and gradient slot 0, as its ops print (un
 - *Fill*: the layer's backward writes the gradients of its parameters into a gradient slot.
 - *Reduce*: one process has the whole gradient already. Several ranks average theirs: [Note: ranks].
 - *Measure*: the sum of squares is taken while the gradient is on the device: [Note: norms].
-- *Copy out*: the gradient is copied to host memory, where ``p.grad`` shows it until ``optimizer.step``. Where
-  there is one already both are added up. With ``update="backward"`` nothing shows it: the gradient passes
+- *Copy out*: the gradient is copied to host memory, where it is ``p.grad`` until ``optimizer.step``. If there
+  is one already, both are added up. With ``update="backward"`` there is no ``p.grad``: the gradient passes
   through a ring of a few host buffers, and the layer is updated from it at once. Host memory then holds a few
   layers' gradients whatever the depth.
 
-Autograd makes the gradients of the root unit. When backward ends they are collected in a buffer on the
-device, where ``p.grad`` shows them; ``optimizer.step`` copies them to the host.
+Autograd computes the gradients of the root unit. When backward ends they are collected in a buffer on the
+device, where they are ``p.grad``; ``optimizer.step`` copies them to the host.
 
-Clipping multiplies nothing: `Gradients.factor` is what gradients are still to be multiplied by, which the
-update's kernel does in its pass, or `settle` where user code touches a gradient before that.
+Clipping multiplies nothing: `Gradients.factor` is the pending factor of the gradients. The update's kernel
+multiplies by it in its pass, or `settle` does if user code accesses a gradient before that.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from streamer.store.purposes import FP32, GRADIENTS, STAGING, STAGING_BUFFERS, S
 from streamer.store.shard import array
 from streamer.torch_private import storage_id
 
-#: From so many steps on of which a layer's gradients are kept a warning says what that takes.
+#: The number of steps with gradients of one layer kept, from which on a warning states their memory.
 MANY = 4
 
 
 class GradientSlots:
-    """``count`` device buffers of ``nbytes``, used in turn."""
+    """``count`` device buffers of ``nbytes``, used in rotation."""
 
     def __init__(self, count: int, nbytes: int, allocate: Callable[[int], torch.Tensor]) -> None:
         self.buffers = [allocate(nbytes) for _ in range(count)]
@@ -64,7 +64,7 @@ class GradientSlots:
 
     @contextmanager
     def taken(self) -> Iterator[int]:
-        """The slot whose last use is farthest back, and which nobody else takes inside the block."""
+        """The least recently used slot that is not taken; it is taken inside the block."""
         count = len(self.buffers)
         in_turn = ((self._next + step) % count for step in range(count))
         slot = next(slot for slot in in_turn if slot not in self._taken)
@@ -117,7 +117,7 @@ class _OfRoot:
         return self.held[False]
 
     def sums(self) -> torch.Tensor:
-        self._gradients.sums(self._root)  # where they leave to needs room, too
+        self._gradients.sums(self._root)  # their host copies need room, too
         self.held[True] = self._buffer(4 * self._root.layout.state_numel).view(FP32).data
         return self.held[True]
 
@@ -128,10 +128,10 @@ class _OfRoot:
 
 
 class Gradients:
-    """The gradients of all units: their slots on the device, and what ``p.grad`` shows.
+    """The gradients of all units: their slots on the device, and the tensors of ``p.grad``.
 
-    With ``sum_in_fp32`` several gradients of a shorter dtype are added up in fp32: see [Note: sums]. They
-    ``are_kept`` until the step unless layers are updated in backward, by ``early``.
+    With ``sum_in_fp32`` several gradients of a shorter dtype are added up in fp32: see [Note: sums].
+    Gradients ``are_kept`` until the step, unless ``early`` updates layers in backward.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Gradients:
         self.slots = GradientSlots(num_grad_slots(num_slots), self._nbytes, issuer.backend.device_buffer)
         self.are_kept = not in_backward
         self.early = EarlyUpdates()
-        #: what the gradients that ``p.grad`` shows are still to be multiplied by
+        #: the pending factor of the gradients in ``p.grad``
         self.factor = 1.0
         self._of_root = _OfRoot(root, issuer, self)
         is_planned = issuer.backend.device.type == "meta"
@@ -174,17 +174,17 @@ class Gradients:
             for unit in (*units, root)
         }
         self.norms = Norms(issuer, units, root, self.held)
-        #: host buffers of gradients that are used up when they have arrived
+        #: host buffers of gradients that are consumed on arrival
         self._staging: list[torch.Tensor] = (
             store.staging(STAGING_BUFFERS, self._nbytes) if in_backward else []
         )
         self._next = 0
         #: by unit, the sums of squares of gradients that were added up on the host, one for each part
         self._added: dict[int, list[float]] = {}
-        #: units with a gradient that nobody has waited for: a backward is running, or has failed
+        #: units with a gradient that was not waited for: a backward is running, or has failed
         self._under_way: set[int] = set()
-        #: whether autograd has added to gradients of the root that were not collected since, and whether user
-        #: code has written them since they were
+        #: whether autograd has added to gradients of the root since they were last collected, and whether
+        #: user code has written them since then
         self._root_is_added_to = self._root_is_written = False
         self._has_warned = False
 
@@ -211,8 +211,8 @@ class Gradients:
         return gradient
 
     def measure(self, unit: Unit, gradient: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
-        """The sum of squares of ``gradient``, which has those of the trainable parameters that are ``used``;
-        that of ranks is taken when they have averaged it. Part of the unit's backward."""
+        """The sum of squares of ``gradient``, for the trainable parameters that are ``used``. With several
+        ranks it is taken after the average. Part of the unit's backward."""
         if self._across.ranks.is_alone:
             return sum_squares(unit.layout, gradient, used)
         for slice, is_used in zip(unit.layout.trainable, used, strict=True):
@@ -231,7 +231,7 @@ class Gradients:
         reduced = None
         if not self._across.ranks.is_alone:
             if self.are_kept:
-                # when the others have this rank's gradient, their shares may arrive in the place of the last
+                # once the other ranks have this rank's gradient, their shares may overwrite the last gradient
                 self._make_room(unit, [param.grad is None for param in unit.trainable])
             squares = reduced = self._across.reduce(unit, slot, gradient, used)
             used = reduced.wanted
@@ -256,13 +256,13 @@ class Gradients:
     def _make_room(self, unit: Unit, which: Sequence[bool], *, summed: bool = False) -> None:
         held = self.held[unit.index]
         if any(which) and held.is_kept():
-            # so does what is running
+            # running work also holds the memory
             self._issuer.wait((ops.gradient(unit.index),), to_write=True)
         held.make_room(which, summed=summed)
 
     def _update(self, unit: Unit, slot: int, used: Sequence[bool], reduced: Reduced | None) -> None:
         """Copy the gradient in ``slot`` to the ring, and update the unit from it."""
-        # all optimizers are asked before anything is issued: where one raises, the layer is as it was
+        # call all optimizers before anything is issued: if one raises, the layer is unchanged
         updates = self.early.ask(unit, used)
         self._pager.parameters.begin_flight(unit)
         number, self._next = self._next, (self._next + 1) % len(self._staging)
@@ -278,7 +278,7 @@ class Gradients:
 
     @as_plain
     def _add(self, unit: Unit, slot: int, used: Sequence[bool], squares: Squares) -> None:
-        """Add what is in ``slot`` to the gradients there are, in one pass over each."""
+        """Add the gradient in ``slot`` to the present gradients, in one pass over each."""
         held = self.held[unit.index]
         if held.foreign():
             self.take_in()
@@ -342,7 +342,7 @@ class Gradients:
 
     @as_plain
     def _collect_root(self) -> None:
-        """Bring the root's gradients together in their buffer."""
+        """Collect the root's gradients in their buffer."""
         self._root_is_added_to = self._root_is_written = False
         self.norms.keep(self._root, None)
         root = self.held[ROOT]
@@ -353,7 +353,7 @@ class Gradients:
     @as_plain
     def before_adding(self, unit: Unit, position: int) -> None:
         """Autograd is about to add to the gradient of a parameter itself: one of the root, or one that was
-        used outside of its layer. Raises RuntimeError where there is no room for that."""
+        used outside of its layer. Raises RuntimeError if there is no room for that."""
         held = self.held[unit.index]
         held.place(position, summed=False)
         self._root_is_added_to |= unit is self._root
@@ -365,7 +365,8 @@ class Gradients:
 
     @as_plain
     def narrow(self, params: Container[torch.Tensor]) -> None:
-        """Let gradients of ``params`` have the dtypes of those, as other optimizers than ours expect."""
+        """Convert gradients of ``params`` to the dtypes of the parameters, as optimizers other than ours
+        expect."""
         for unit in (*self._units, self._root):
             for position, param in enumerate(unit.trainable):
                 if param in params and is_summed(param):
@@ -376,8 +377,8 @@ class Gradients:
 
     @as_plain
     def take_in(self) -> None:
-        """Copy gradients that were put in place of ours (``p.grad = x``) into our buffers; all are read
-        first, since two layers' may be swapped."""
+        """Copy gradients that the user has assigned (``p.grad = x``) into our buffers. All are read first,
+        since two layers' gradients may be swapped."""
         foreign = {index: self._apart(held.foreign()) for index, held in self.held.items()}
         of_layers = [each for index, found in foreign.items() for each in found if index != ROOT]
         if of_layers:
@@ -390,7 +391,8 @@ class Gradients:
                 self.norms.keep(unit, None)
 
     def _apart(self, foreign: Sequence[Foreign]) -> list[Foreign]:
-        """``foreign``, with a copy of what shows another parameter's place, which may be written first."""
+        """``foreign``, with copies of gradients that are in another parameter's place, which may be written
+        first."""
         ours = (
             {storage_id(memory) for held in self.held.values() for memory in held.memories()}
             if foreign
@@ -432,14 +434,14 @@ class Gradients:
     def rescale(self, factor: float) -> None:
         """Multiply all gradients by ``factor``, when they are next used."""
         self.factor *= factor
-        # what shares their memory shows them without asking
+        # tensors that share their memory would hold the old values
         if self.aliased():
             self.settle()
 
     @as_plain
     def settle(self) -> None:
-        """Multiply the gradients by `factor`: others, without it, are about to join them, or user code to
-        touch them.
+        """Multiply the gradients by `factor`: gradients without it are about to be added, or user code is
+        about to access them.
 
         An update does not do so: as in PyTorch, gradients stay clipped until they are dropped.
         """
@@ -479,15 +481,16 @@ class Gradients:
     def touched(
         self, unit: Unit, shown: torch.Tensor, *, wrote: bool, is_aliased: bool, shrinks: bool
     ) -> None:
-        """User code has got the memory of a gradient of ``unit``, or ``wrote`` it; all that it did was to
-        multiply by a number from -1 to 1 if it ``shrinks``."""
+        """User code has got the memory of a gradient of ``unit``, or ``wrote`` it. ``shrinks`` means that it
+        only multiplied the gradient by a number from -1 to 1."""
         if is_aliased:
             self.held[unit.index].give(shown)
         self.norms.written(unit, shrinks=shrinks)
         self._root_is_written |= wrote and unit is self._root
 
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if gradients were written since backward, when layers were updated already."""
+        """Raise RuntimeError if gradients were written since a backward that has already updated the
+        layers."""
         if self.are_kept:
             return
         if self._root_is_written or (not self._root_is_added_to and self.held[ROOT].foreign()):
@@ -498,7 +501,7 @@ class Gradients:
             )
 
     def aliased(self) -> list[Unit]:
-        """The units whose gradients user code sees through other tensors than ``p.grad``."""
+        """The units whose gradients user code holds in tensors other than ``p.grad``."""
         return [unit for unit in (*self._units, self._root) if self.held[unit.index].is_aliased()]
 
     def before_write(self, unit: Unit) -> None:
@@ -508,7 +511,7 @@ class Gradients:
 
     def _wait_to_write(self, unit: Unit) -> None:
         if unit is self._root:
-            # no need to block: what the caller's thread does on the device comes after
+            # no need to block: the caller's work on the device runs after it
             self._issuer.mark(ops.sync((ops.grad_slot(ROOT),), to_write=True))
         else:
             self._issuer.wait((ops.gradient(unit.index),), to_write=True)
@@ -521,18 +524,18 @@ class Gradients:
         return of_slots, sum(memory.nbytes for memory in self._of_root.held.values())
 
     def sums(self, unit: Unit) -> torch.Tensor:
-        """The fp32 sums of ``unit`` in host memory, for which all units get room when the first needs it.
-        Raises MemoryError."""
+        """The fp32 sums of ``unit`` in host memory. The first call allocates them for all units. Raises
+        MemoryError."""
         shard = self._store.shards[unit.index]
         if SUMS.name not in shard.held:
-            # without gradients of layers on the host there is nothing to add to them either
+            # if layers have no gradients on the host, nothing is added to them either
             holders = [shard for shard in self._store.shards if shard.gradient.numel()]
             self._check_sums(host_bytes([shard.layout for shard in holders], [SUMS]))
             self._store.add([SUMS], only=holders)
         return shard.sums
 
     def _gradient(self, unit: Unit) -> torch.Tensor:
-        # .data: a version counter of its own, so that our writes are not taken for the user's
+        # .data: a version counter of its own, so that our writes do not count as the user's
         return self._store.shards[unit.index].gradient.data
 
     def _check_sums(self, wanted: dict[str, int]) -> None:
@@ -548,14 +551,14 @@ class Gradients:
         if len(kept) == MANY and not self._has_warned:
             self._has_warned = True
             warn(
-                f"what is kept of gradients of '{unit.name}' step after step (p.grad.detach(), .cpu(), "
-                ".view(), .numpy()) holds the memory of all its gradients each time: keep copies (.clone())"
+                f"tensors made from gradients of '{unit.name}' step after step (p.grad.detach(), .cpu(), "
+                ".view(), .numpy()) each hold the memory of all its gradients: keep copies (.clone())"
             )
         room = self._room(wanted, "keep copies of them (.clone())")
-        require(f"what is kept of gradients of '{unit.name}'", room)
+        require(f"kept gradients of '{unit.name}'", room)
 
     def release(self) -> None:
-        """Give up all gradients and their slots."""
+        """Release all gradients and their slots."""
         self.slots.buffers.clear()
         self._staging = []
         self._of_root.held.clear()
@@ -563,5 +566,5 @@ class Gradients:
 
 
 def _arrays(stretch: Stretch, *buffers: torch.Tensor) -> list[Any]:
-    """A stretch of each of these gradient buffers as the kernels take it."""
+    """A stretch of each of these gradient buffers, in the form that the kernels take."""
     return [array(stretch.view(buffer)) for buffer in buffers]

@@ -1,10 +1,10 @@
-"""What ``p.grad`` shows: the flat buffers of a unit's gradients, and of their fp32 sums.
+"""The tensors of ``p.grad``: the flat buffers of a unit's gradients, and of their fp32 sums.
 
 [Note: sums]
-A gradient is held as it left the device. Where a second one is to be added to it, and its dtype is
+A gradient keeps the dtype that it had on the device. If a second one is added to it, and its dtype is
 bfloat16 or float16, both go into an fp32 sum: thousands of additions in eight bits of precision would lose
-most of what is small. ``p.grad`` is then fp32, which PyTorch allows where ``Tensor.grad_dtype`` is None,
-until it is dropped. A gradient that stays alone never takes those four bytes.
+most of the small values. ``p.grad`` is then fp32 until it is dropped, which PyTorch allows if
+``Tensor.grad_dtype`` is None. A single gradient never takes those four bytes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _ADDRESS = operator.methodcaller("data_ptr")
 
 
 def is_summed(param: torch.Tensor) -> bool:
-    """Whether ``p.grad`` is an fp32 sum beside a parameter of a shorter dtype."""
-    # asked several times a step for every parameter
+    """Whether ``p.grad`` is an fp32 sum of a parameter with a shorter dtype."""
+    # called several times a step for every parameter
     return param.dtype != FP32 and (grad := param.grad) is not None and grad.dtype == FP32
 
 
 class Foreign(NamedTuple):
-    """A gradient that user code or autograd has put in place of ours; ``position`` is its parameter's."""
+    """A gradient that user code or autograd has assigned to ``p.grad``; ``position`` is its parameter's."""
 
     position: int
     param: nn.Parameter
@@ -41,7 +41,7 @@ class Foreign(NamedTuple):
 
 
 class Buffer:
-    """A flat buffer of gradients, or of sums, and the tensor by which ``p.grad`` shows each place in it."""
+    """A flat buffer of gradients, or of sums, and the tensor of ``p.grad`` for each place in it."""
 
     @as_plain
     def __init__(
@@ -53,7 +53,7 @@ class Buffer:
         self._summed = summed
         self.shown = [self._show(position) for position in range(len(slices))]
         self._addresses = [*map(_ADDRESS, self.shown)]
-        #: whether user code has got the memory by another tensor, or an array
+        #: whether user code has got the memory in another tensor or an array
         self.is_given = False
         self._owners = 0 if memory.is_meta else storage_owners(memory)
 
@@ -63,18 +63,19 @@ class Buffer:
         return place if self._tag is None else GuardedTensor.of(place, self._tag)
 
     def place(self, position: int) -> torch.Tensor:
-        """What shows a place; another tensor if that was given other memory (``p.grad.data = x``)."""
+        """The tensor of a place. It is a new tensor if the memory of the old one was replaced (``p.grad.data
+        = x``)."""
         if self.shown[position].data_ptr() != self._addresses[position]:
             self.shown[position] = self._show(position)
         return self.shown[position]
 
     def shows(self, position: int, grad: torch.Tensor) -> bool:
-        """Whether ``grad`` is ours, and has our memory still (``p.grad.data = x`` gives it other)."""
+        """Whether ``grad`` is ours, and still has our memory (``p.grad.data = x`` replaces it)."""
         return grad is self.shown[position] and grad.data_ptr() == self._addresses[position]
 
     def shows_all(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """`shows`, for a gradient of each parameter."""
-        # asked several times a step, nearly always so: without a frame for each parameter
+        # called several times a step, and nearly always true: no frame for each parameter
         is_all = len(grads) == len(self.shown) and all(map(operator.is_, grads, self.shown))
         return is_all and [*map(_ADDRESS, self.shown)] == self._addresses
 
@@ -83,21 +84,21 @@ class Buffer:
         return grad is not None and any(grad is each for each in self.shown)
 
     def is_aliased(self) -> bool:
-        """Whether user code holds the buffer's memory. Work that is running does, too."""
+        """Whether user code holds the buffer's memory. Running work holds it, too."""
         if self.is_given and storage_owners(self.memory) <= self._owners:
             self.is_given = False
         return self.is_given
 
     def kept(self) -> list[int]:
-        """The positions of tensors that somebody references (``g = p.grad``), beside ``p.grad`` itself."""
+        """The positions of tensors that have references other than ``p.grad`` itself (``g = p.grad``)."""
         if max(map(sys.getrefcount, self.shown), default=0) <= _REFERENCES:
             return []
         return [at for at in range(len(self.shown)) if _references(self.shown, at) > _REFERENCES_OF_ONE]
 
     @as_plain
     def copy_out(self, position: int, scale: float) -> None:
-        """Let what somebody keeps of a gradient have memory of its own, multiplied by ``scale``; our place is
-        shown by another tensor from now on."""
+        """Move a kept gradient to memory of its own, multiplied by ``scale``. A new tensor is then used for
+        our place."""
         kept = self.shown[position]
         kept.data = kept.detach() * scale
         kept.__dict__.pop(TAG, None)
@@ -108,32 +109,31 @@ def _references(shown: Sequence[object], at: int) -> int:
     return sys.getrefcount(shown[at])
 
 
-#: References to what nobody else holds. Versions of Python count differently what is held during a call.
+#: References to an object with one owner. Versions of Python differ in the references held during a call.
 _REFERENCES = max(map(sys.getrefcount, [object()]))
 _REFERENCES_OF_ONE = _references([object()], 0)
 
 
 class Memory(Protocol):
-    """Where the buffers of a unit's gradients come from."""
+    """The source of the buffers of a unit's gradients."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks see them too, so that they stay where they are."""
+        """Whether other ranks use the buffers too, so that they cannot be exchanged."""
 
     def gradient(self) -> torch.Tensor:
-        """That of gradients, flat uint8."""
+        """The buffer of gradients, flat uint8."""
 
     def sums(self) -> torch.Tensor:
-        """That of fp32 sums, flat, which is made when it is first asked for. Raises MemoryError."""
+        """The buffer of fp32 sums, flat, allocated at its first use. Raises MemoryError."""
 
     def exchange(self, memory: torch.Tensor | None, *, summed: bool) -> torch.Tensor:
-        """Use ``memory`` in place of that of gradients or of sums, or other memory than until now. Raises
-        MemoryError."""
+        """Replace the buffer of gradients or of sums by ``memory``, or by new memory. Raises MemoryError."""
 
 
 class HostGradient:
     """The gradients of one unit: a buffer of them (flat uint8, in the parameters' dtypes) and, from the first
-    second gradient on, one of fp32 sums, both laid out by the unit's layout. [Note: sums]
+    second gradient on, one of fp32 sums, both in the unit's layout. [Note: sums]
 
     The root unit's buffers are on the device, the others in host memory.
     """
@@ -164,12 +164,12 @@ class HostGradient:
         return zip(self._slices, self.unit.params, strict=False)
 
     def sums_in_fp32(self, param: nn.Parameter) -> bool:
-        """Whether a second gradient of ``param`` is to be added in fp32, beside its own dtype."""
+        """Whether a second gradient of ``param`` is added in fp32 instead of its own dtype."""
         return self._sums_in_fp32 and param.dtype != FP32
 
     @as_plain
     def place(self, position: int, *, summed: bool) -> torch.Tensor:
-        """The place of a parameter's gradient. Raises RuntimeError where there is none."""
+        """The place of a parameter's gradient. Raises RuntimeError if there is none."""
         buffer = self.buffer(summed=summed and self._sums_in_fp32)
         if position >= len(buffer.shown):
             raise RuntimeError(
@@ -180,7 +180,7 @@ class HostGradient:
 
     @as_plain
     def show(self, which: Sequence[bool], *, summed: bool = False) -> None:
-        """Let ``p.grad`` show the places of the parameters that ``which`` says."""
+        """Set ``p.grad`` to the places of the parameters that ``which`` selects."""
         if not any(which):
             return
         buffer = self.buffer(summed=summed)
@@ -189,14 +189,14 @@ class HostGradient:
                 self.unit.params[position].grad = buffer.place(position)
 
     def is_ours(self, position: int, grad: torch.Tensor) -> bool:
-        """Whether ``grad`` is a tensor by which we show the parameter's place."""
+        """Whether ``grad`` is our tensor for the parameter's place."""
         return any(
             position < len(buffer.shown) and buffer.shows(position, grad) for buffer in self._buffers.values()
         )
 
     @as_plain
     def foreign(self) -> list[Foreign]:
-        """Gradients that were put in place of ours (``p.grad = x``)."""
+        """Gradients that were assigned to ``p.grad`` in place of ours."""
         params = self.unit.trainable
         grads = [param.grad for param in params]
         if self.buffer(summed=False).shows_all(grads):
@@ -209,9 +209,9 @@ class HostGradient:
 
     @as_plain
     def take_in(self, foreign: Sequence[Foreign]) -> None:
-        """Copy gradients into our buffers, where ``p.grad`` shows them again."""
+        """Copy gradients into our buffers, and set ``p.grad`` to their places again."""
         for _, param, grad in foreign:
-            param.grad = grad  # so that nobody but the user holds what shows our memory
+            param.grad = grad  # so that only the user holds tensors of our memory
         for summed in {is_summed(param) for _, param, _ in foreign}:
             which = [False] * len(self._slices)
             for position, param, _ in foreign:
@@ -224,7 +224,7 @@ class HostGradient:
 
     @as_plain
     def held(self) -> list[torch.Tensor]:
-        """The gradients that ``p.grad`` shows of our buffers."""
+        """The gradients in ``p.grad`` that are in our buffers."""
         return [
             grad
             for position, param in enumerate(self.unit.trainable)
@@ -232,7 +232,7 @@ class HostGradient:
         ]
 
     def give(self, shown: torch.Tensor) -> None:
-        """User code has got the memory of ``shown``, by which we show a place."""
+        """User code has got the memory of ``shown``, our tensor for a place."""
         for buffer in (*self._buffers.values(), *self._homes.values()):
             buffer.is_given |= buffer.shows_some(shown)
 
@@ -243,12 +243,12 @@ class HostGradient:
 
     @as_plain
     def is_aliased(self) -> bool:
-        """Whether user code holds the memory of a gradient by another tensor, or an array."""
+        """Whether user code holds the memory of a gradient in another tensor or an array."""
         return any(buffer.is_aliased() for buffer in self._buffers.values())
 
     @as_plain
     def copy_out(self, scale: float) -> None:
-        """Let what user code keeps of dropped gradients have memory of its own, multiplied by ``scale``."""
+        """Move dropped gradients that user code keeps to memory of their own, multiplied by ``scale``."""
         for buffer in self._buffers.values():
             for position in buffer.kept():
                 if self.unit.params[position].grad is not buffer.shown[position]:
@@ -256,12 +256,12 @@ class HostGradient:
 
     @as_plain
     def make_room(self, which: Sequence[bool], *, summed: bool = False) -> None:
-        """Gradients, or sums, are about to be written to the places of the parameters that ``which`` says,
-        where others were dropped. What user code holds of those keeps its values, as in PyTorch, which makes
-        new tensors: the unit gets another buffer, and the one that it had before when that is free.
+        """Gradients, or sums, are about to be written to the places of dropped gradients, for the parameters
+        that ``which`` selects. Dropped gradients that user code keeps must not change, as in PyTorch, which
+        allocates new tensors. So the unit gets another buffer, and its earlier one when that is free.
 
-        Where ranks share the buffer, or ``p.grad`` shows a part of it, what is kept is copied. Raises
-        RuntimeError there if what shares its memory would be written.
+        If ranks share the buffer, or ``p.grad`` uses a part of it, the kept gradients are copied. Raises
+        RuntimeError then if other tensors with their memory would be overwritten.
         """
         if not any(which):
             return
@@ -273,8 +273,8 @@ class HostGradient:
             self.copy_out(1.0)
             if buffer.is_aliased():
                 raise RuntimeError(
-                    f"what was made of gradients of '{self.unit.name}' shares their memory (p.grad.detach(), "
-                    ".view(), .numpy()), which new gradients are about to take: keep copies (.clone())"
+                    f"tensors made from gradients of '{self.unit.name}' share their memory (p.grad.detach(), "
+                    ".view(), .numpy()), and new gradients would overwrite it: keep copies (.clone())"
                 )
         elif home is not None and not (home.is_aliased() or home.kept()):
             del self._homes[summed]
@@ -291,7 +291,7 @@ class HostGradient:
 
     @as_plain
     def widen(self, position: int) -> None:
-        """Autograd is about to add to ``p.grad`` by itself: let it be fp32 where it is to be summed."""
+        """Autograd is about to add to ``p.grad`` itself: convert it to fp32 if it is to be summed."""
         param = self.unit.params[position]
         if (grad := param.grad) is None or not self.sums_in_fp32(param) or is_summed(param):
             return
@@ -302,7 +302,7 @@ class HostGradient:
 
     @as_plain
     def narrow(self, position: int) -> None:
-        """Let the gradient have the dtype of its parameter, as other optimizers than ours expect."""
+        """Convert the gradient to the dtype of its parameter, as optimizers other than ours expect."""
         param = self.unit.params[position]
         if is_summed(param):
             total, place = param.grad, self.place(position, summed=False)

@@ -2,14 +2,14 @@
 
 [Note: norms]
 A unit's sum of squares is taken on the device while its gradient is in a slot, or in the pass that adds
-another gradient to it on the host, so that the global norm is known when backward ends and costs no pass
-over memory. The sum holds until user code writes the gradient or drops a part of it: then a pass on the HOST
-lane takes it again. Writes by functions of PyTorch are seen by the guard. While somebody holds the memory
-another way (``.data``, NumPy), the sum is taken again whenever it is asked for. Collectives write without
-PyTorch's seeing it, so a few numbers of the gradient are compared too.
+another gradient to it on the host. So the global norm is known when backward ends and costs no pass over
+memory. The sum is valid until user code writes the gradient or drops a part of it: then a pass on the HOST
+lane takes it again. The guard detects writes by functions of PyTorch. While user code holds the memory in
+another way (``.data``, NumPy), the sum is taken again at each use. PyTorch does not count the writes of
+collectives, so a few numbers of the gradient are compared too.
 
-A sum that was taken again and differs from the known one by rounding alone leaves that as it is: who only
-reads changes no bit of what follows, and a rank that reads alone does not differ from the others.
+If a new sum differs from the known one by rounding alone, the known one stays. So reading a gradient changes
+no bit of later results, and a rank that reads alone does not differ from the others.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from streamer.store.layout import Layout
 from streamer.store.shard import array
 from streamer.store.shares import within
 
-#: Elements whose squares are added up one after another.
+#: The number of elements in a row; the squares of a row are added up one after another.
 ROW = 4096
-#: By what part of them two sums of the same squares in fp32 may differ.
+#: The largest relative difference, due to rounding, between two fp32 sums of the same squares.
 ROUNDING = 1e-5
-#: Numbers of a gradient that are compared.
+#: The number of values of a gradient that are compared.
 SAMPLE = 64
 
 #: The sum of squares of a unit's gradient: on the device, on the host, or known when backward has ended.
@@ -46,17 +46,17 @@ Squares = torch.Tensor | float | Callable[[], float | torch.Tensor]
 
 @dataclass
 class _Measured:
-    """What is known of a unit's gradient."""
+    """The measurement of a unit's gradient."""
 
     squares: Squares
-    #: which parameters had a gradient then
+    #: the parameters that had a gradient then
     holding: list[bool]
     #: some numbers of the gradient, once it is on the host
     sample: bytes | None = None
-    #: user code has written the gradient since; all that it wrote was smaller
+    #: user code has written the gradient since; every write made it smaller
     is_written: bool = False
     is_shrunk: bool = False
-    #: somebody had its memory when the sum was taken, and may have written it since
+    #: user code held its memory when the sum was taken, and may have written it since
     is_aliased: bool = False
 
 
@@ -74,7 +74,7 @@ class Norms:
 
     @as_plain
     def keep(self, unit: Unit, squares: Squares | None) -> None:
-        """``squares`` belong to the gradient that ``unit`` now holds; None if they are not known."""
+        """``squares`` belong to the present gradient of ``unit``; None if they are not known."""
         self._measured.pop(unit.index, None)
         if squares is not None:
             self._measured[unit.index] = _Measured(squares, _holding(unit))
@@ -102,30 +102,29 @@ class Norms:
             measured.holding = _holding(unit)
 
     def forget(self) -> None:
-        """The gradients have been exchanged for others."""
+        """The gradients were exchanged for others."""
         self._measured.clear()
 
     @as_plain
     def total(self, *, or_more: bool = False) -> float:
-        """The sum of squares of all gradients that are held, without the factor that is still to be applied;
-        NaN or Inf if one of them is. With ``or_more`` the sum before gradients were made smaller is enough.
-        """
+        """The sum of squares of all present gradients, without the pending factor; NaN or Inf if one of them
+        is. With ``or_more``, the sum from before the gradients were reduced in size is enough."""
         holding = [unit for unit in (*self._units, self._root) if any(_holding(unit))]
         self._measure([unit for unit in holding if not self._is_known(unit, or_more=or_more)])
         found = [self._measured[unit.index] for unit in holding]
         values = _read([each.squares for each in found])
         for each, value in zip(found, values, strict=True):
-            each.squares = value  # no other call needs to read the device
+            each.squares = value  # so that no other call reads the device
         return math.fsum(values)
 
     def is_finite(self) -> bool:
-        """Whether all gradients that are held are finite."""
+        """Whether all present gradients are finite."""
         return math.isfinite(self.total(or_more=True))
 
     @as_plain
     def not_finite(self) -> list[str]:
-        """The layers whose gradient, as `total` has last measured it, is not finite, in the order of
-        backward; where there is none, such parameters of the rest."""
+        """The layers with a non-finite gradient in the last `total`, in the order of backward. If there are
+        none, the parameters outside of layers with a non-finite gradient."""
         layers = [
             unit.name
             for unit in reversed(self._units)
@@ -140,7 +139,7 @@ class Norms:
         ]
 
     def _is_known(self, unit: Unit, *, or_more: bool = False) -> bool:
-        """Whether the sum is still that of the gradient, or with ``or_more`` not below it."""
+        """Whether the sum is still that of the gradient or, with ``or_more``, not below it."""
         measured = self._measured.get(unit.index)
         if measured is None or measured.holding != _holding(unit) or measured.is_aliased:
             return False
@@ -151,7 +150,7 @@ class Norms:
         return unit is self._root or measured.sample == self._sample(unit)
 
     def _sample(self, unit: Unit) -> bytes:
-        """Numbers at even distances; none of a meta tensor."""
+        """Numbers of the gradient at even distances; none of a meta tensor."""
         found = b""
         for memory in self._held[unit.index].memories():
             if memory.device.type == "cpu":
@@ -195,8 +194,8 @@ def _holding(unit: Unit) -> list[bool]:
 def sum_squares(
     layout: Layout, gradient: torch.Tensor, used: Sequence[bool], elements: range | None = None
 ) -> torch.Tensor:
-    """The sum of squares (an fp32 scalar) of the ``used`` parameters' gradients in a flat uint8 buffer; of
-    these ``elements`` of the unit's state, if they are given."""
+    """The sum of squares (an fp32 scalar) of the ``used`` parameters' gradients in a flat uint8 buffer, of
+    the ``elements`` of the unit's state alone if that is not None."""
     # padding between stretches may hold anything
     stretches = layout.stretches(used)
     if elements is not None:
@@ -213,8 +212,8 @@ def sum_squares(
 def _squares(gradient: torch.Tensor) -> torch.Tensor:
     """The sum of squares as an fp32 scalar.
 
-    On the CPU taken in rows, whose sums are then added up: there PyTorch adds up one fp32 norm from beginning
-    to end, which is 1 % off for 10^8 elements. A GPU adds up in a tree.
+    On the CPU it is taken in rows, and the sums of the rows are added up: PyTorch adds up one fp32 norm from
+    beginning to end there, which is 1 % off for 10^8 elements. A GPU adds up in a tree.
     """
     flat = (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
     if flat.is_cuda or flat.numel() < ROW:
@@ -228,7 +227,7 @@ def _squares(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _read(squares: Sequence[Squares]) -> list[float]:
-    """Their values, those on the device brought over in one copy; 0 on the virtual backend, without any."""
+    """The values of the sums. Those on the device are copied at once; on the virtual backend they are 0."""
     known = [value() if callable(value) else value for value in squares]
     on_device = [value for value in known if isinstance(value, torch.Tensor) and not value.is_meta]
     read = iter(torch.stack(on_device).tolist() if on_device else ())
