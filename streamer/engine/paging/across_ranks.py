@@ -1,9 +1,9 @@
-"""What ranks that share a host state do together: gradients are averaged, updates are waited for.
+"""Ranks that share a host state: they average gradients, and wait for each other's updates.
 
 [Note: ranks]
-All ranks of a machine see the same weights, gradients and optimizer state in host memory. Each pages whole
-layers into slots of its own, and updates its share of each unit. Layer 1 of two ranks, as the ops of each
-print, where one process would have 1B@1, 1OFFLOAD_GRAD@0 and, in the step, 1STEP and 1UNSHARD@0:
+All ranks of a machine share the weights, gradients and optimizer state in host memory. Each pages whole
+layers into slots of its own, and updates its share of each unit. One process has the ops 1B@1,
+1OFFLOAD_GRAD@0 and, in the step, 1STEP and 1UNSHARD@0 for layer 1. Each of two ranks prints:
 
     1B@1                the gradient of this rank's part of the batch
     1REDUCE@0           its share of the average over the ranks, and the norm of all shares
@@ -13,18 +13,18 @@ print, where one process would have 1B@1, 1OFFLOAD_GRAD@0 and, in the step, 1STE
     1AGREE              all ranks have updated theirs
     1UNSHARD@0          the whole layer, for the next forward
 
-With ``gather_weights`` each rank copies one part of the layer, and its device has the others' from theirs:
+With ``gather_weights`` each rank copies one part of the layer to its device, and all-gathers the others:
 
     1UNSHARD@0          this rank's part
     1ALL_GATHER@0       the parts of the others
 
-AGREE reads and writes the shard and the gradient, so that whoever comes to those waits for it: order is
-derived as everywhere. It has a lane of its own, BARRIER: in that of ALL_GATHER the first layer of a forward
+AGREE reads and writes the shard and the gradient, so every op that uses them waits for it: order is derived
+as everywhere. It has a lane of its own, BARRIER: in the lane of ALL_GATHER, the first layer of a forward
 would wait until all layers are updated.
 
-What is on disk is in files that a machine's ranks share, so AGREE reads and writes its places too: a rank
-comes to it when its share is on disk, and nobody reads the whole before. Layer 1 with a chunk of state in the
-share of this rank, and the weights of all:
+State and weights on disk are in files that a machine's ranks share, so AGREE reads and writes their places
+too: a rank reaches AGREE when its share is on disk, and no rank reads the whole before. Layer 1 with its
+weights and one chunk of this rank's state on disk:
 
     1READ_WEIGHTS@0     this rank's share
     1READ_STATE@0       its chunk
@@ -35,35 +35,35 @@ share of this rank, and the weights of all:
     1READ_WEIGHTS@1     the whole layer
     1UNSHARD@0
 
-The caller's threads exchange at the end of a backward, when ``p.grad`` is whole, and wherever user code is
-about to write what all see. A rank that is alone issues none of these ops.
+The caller's threads exchange at the end of a backward, when ``p.grad`` is whole, and when user code is about
+to write shared memory. A single rank issues none of these ops.
 
-Ranks of several machines have a host state on each, where the ranks of that machine have their shares. REDUCE
-adds a share up within each machine, then its owners, one on each machine, make the mean over all ranks of it.
-What is averaged is measured after that, and AGREE waits for the ranks of all machines. Machines either are
-replicas: each has the whole state and takes all updates, of the same gradients, so that their states stay
-equal. Or they divide the state: each owner of a share holds the masters and moments of a part of it, and
-updates that part. The weights, 16 bits or masters themselves, are whole on each machine, so new ones are
-gathered from the others' parts before anybody reads them:
+With several machines, each has a host state, divided into shares among its ranks. REDUCE adds a share up
+within each machine; then its owners, one on each machine, compute the mean over all ranks. The norm is taken
+of the mean, and AGREE waits for the ranks of all machines. Machines may be replicas: each has the whole state
+and makes all updates from the same gradients, so that the states stay equal. Or machines divide the state:
+each owner of a share holds the masters and moments of a part of it, and updates that part. The weights, 16
+bits or masters themselves, are whole on each machine, so new weights are gathered from the owners before they
+are read:
 
     1STEP               update this rank's part of its share
     1GATHER             the owners have updated theirs: bring their new weights here
     1AGREE              this machine has the new weights of all shares
 
-Weights on disk are gathered before this rank writes its share of them, in the buffer where it has updated it:
+Weights on disk are gathered in the buffer of the update, before this rank writes its share:
 
     1READ_WEIGHTS@0     this rank's share
     1STEP@0             update a part of it
     1GATHER@0           the other parts
     1WRITE_WEIGHTS@0
 
-Each machine has on its own disk what it would hold in host memory.
+Each machine's disk holds the state that its host memory would hold.
 
-Weights cross the network once in a step. Gradients are averaged for all owners of a share where ``p.grad``
-shows them; with ``update="backward"`` nobody sees them, and the mean goes to the one that updates.
+Weights cross the network once in a step. If gradients are kept in ``p.grad``, all owners of a share get the
+mean; with ``update="backward"`` only the owner that updates gets it.
 
-The root unit is replicated on the devices. Autograd adds to its gradients, so they are averaged where a
-backward ends: what was averaged before is the same on all ranks, and the mean leaves it as it is.
+The root unit is replicated on the devices. Autograd adds to its gradients, so they are averaged at the end of
+a backward. Gradients that were averaged before are the same on all ranks, and the mean does not change them.
 """
 
 from __future__ import annotations
@@ -95,19 +95,20 @@ from streamer.store.shares import Share, places_of, within
 
 @dataclass
 class _Backward:
-    """What this rank brings to the end of a backward. Parameters are bits, by their position in the unit."""
+    """This rank's data for the exchange at the end of a backward. Parameters are bits, by their position in
+    the unit."""
 
     #: by unit, the parameters that have a gradient of this backward
     used: dict[int, int]
-    #: of the root: 0 without a gradient, 1 with one, 2 with a sum of several in fp32
+    #: for each parameter of the root: 0 without a gradient, 1 with one, 2 with a sum of several in fp32
     root: list[int]
-    #: by unit whose gradients were added to on the host, the sum of squares of this rank's share
+    #: by unit with gradients added on the host, the sum of squares of this rank's share
     squares: dict[int, float]
 
 
 class Reduced:
-    """The gradient of a layer, averaged over the ranks: what is known of it when it has landed. Called, it
-    gives the sum of squares."""
+    """The gradient of a layer, averaged over the ranks: its state once the average is done. Calling it
+    returns the sum of squares."""
 
     def __init__(
         self, wanted: Sequence[bool], on_host: torch.Tensor | None, squares: torch.Tensor | None = None
@@ -123,7 +124,7 @@ class Reduced:
         return self._squares
 
     def set(self, used: int, squares: torch.Tensor) -> None:
-        """Called where it is averaged: parameters that some rank has ``used``, and the sum of squares."""
+        """Called at the average: parameters that some rank has ``used``, and the sum of squares."""
         self._used, self._squares = used, squares
         if self._on_host is not None:
             self._on_host.copy_(squares, non_blocking=True)
@@ -133,13 +134,13 @@ class Reduced:
         return [bool(self._used >> position & 1) for position in range(len(self.wanted))]
 
     def is_finite(self) -> bool:
-        """Whether it is finite everywhere; does not ask the device."""
+        """Whether it is finite everywhere; does not read the device."""
         assert self._on_host is not None, "updates in backward ask"
         return math.isfinite(self._on_host.item())
 
 
 class AcrossRanks:
-    """The ranks' common work for one wrapped model, of which a rank that is alone has none. [Note: ranks]"""
+    """The joint work of ranks for one wrapped model; a single rank has none. [Note: ranks]"""
 
     def __init__(
         self,
@@ -152,8 +153,8 @@ class AcrossRanks:
         in_fp32: bool,
         in_backward: bool,
     ) -> None:
-        """Gradients of a shorter dtype are averaged ``in_fp32``, and rounded once. Where layers are updated
-        ``in_backward``, the updates ask for sums of squares on the host."""
+        """Gradients of a shorter dtype are averaged ``in_fp32``, and rounded once. If layers are updated
+        ``in_backward``, the updates read the sums of squares on the host."""
         self.ranks = ranks
         self._issuer = issuer
         self._units = units
@@ -162,29 +163,29 @@ class AcrossRanks:
         layouts = [unit.layout for unit in (*units, root)]
         averaging = reduce_bytes(layouts) if in_fp32 and not ranks.is_alone else 0
         self.buffer = issuer.backend.device_buffer(max(averaging, gather_bytes(layouts, store.division)))
-        #: that of the buffer in which gradients are averaged
+        #: the part of the buffer in which gradients are averaged
         self._exact = self.buffer[:averaging].view(FP32)
-        #: whether the mean of a gradient is for the rank alone that updates from it
+        #: whether only the rank that updates gets the mean of a gradient
         self._for_one = store.is_divided and in_backward
         on_host = in_backward and not ranks.is_alone
         self._squares = issuer.backend.host_buffer(4 * len(units) if on_host else 0).view(FP32)
-        #: what a plan takes for the sum of squares, since its lanes do no work
+        #: a plan's sum of squares, since its lanes do no work
         is_planned = issuer.backend.device.type == "meta"
         self._without_values = torch.empty((), device="meta") if is_planned else None
         self._divide()
         self._used: dict[int, int] = {}
         self._new: dict[int, int] = {}
-        #: gradients that were averaged in the backward that is running
+        #: the number of gradients averaged in the running backward
         self._num_reduced = 0
 
     def _divide(self) -> None:
         division, every = self._store.division, (*self._units, self._root)
         self._shares = {unit.index: division.shares(unit.layout) for unit in every}
-        #: by unit and machine, what each of its ranks updates
+        #: by unit and machine, the part that each of its ranks updates
         self._parts = {unit.index: division.parts(unit.layout) for unit in every}
 
     def divide_by_parameter(self) -> None:
-        """Let each rank update whole parameters from now on. An exchange, between two steps."""
+        """Let each rank update whole parameters from now on. A collective call between two steps."""
         if self.ranks.is_alone or self._store.division.by_parameter:
             return
         self._issuer.synchronize()
@@ -204,9 +205,9 @@ class AcrossRanks:
         self._divide()
 
     def reduce(self, unit: Unit, slot: int, gradient: torch.Tensor, used: Sequence[bool]) -> Reduced:
-        """Average this rank's share of the gradient of ``unit`` in ``slot``, of which it has ``used`` some.
-        The rest of the slot may hold anything then. All parameters that want a gradient have one then,
-        since another rank may have used them. There are several ranks."""
+        """Average this rank's share of the gradient of ``unit`` in ``slot``; this rank has ``used`` some
+        parameters. The rest of the slot may hold anything afterwards. All parameters that want a gradient
+        then have one, since another rank may have used them. There are several ranks."""
         on_host = self._squares[unit.index] if self._squares.numel() else None
         reduced = Reduced(unit.wanted()[: len(used)], on_host, self._without_values)
         wanted, mine = reduced.wanted, _bits(used)
@@ -216,7 +217,7 @@ class AcrossRanks:
         self._used[unit.index] = self._used.get(unit.index, 0) | mine
         self._new.setdefault(unit.index, _bits(wanted) & ~with_grad)
         words = f"{LAYER_AVERAGED}{unit.name}' ({sum(wanted)} parameters)"
-        # which ranks are to have the mean of what
+        # the rank (and machine) that gets each mean
         means: list[tuple[int, int | None, Share]] = [
             (owner, None, share) for owner, share in enumerate(self._shares[unit.index])
         ]
@@ -234,7 +235,7 @@ class AcrossRanks:
                 if (own := within(run, share.elements)).numel:
                     self._average(own.view(gradient), owner, machine)
             squares = sum_squares(unit.layout, gradient, wanted, mine_of_it.elements)
-            # added up in the same order on all ranks, which come to the same norm
+            # added up in the same order on all ranks, so that they get the same norm
             of_each = self.ranks.gathered(squares, of_machines=self._for_one)
             reduced.set(reduce(or_, of_all), of_each.sum())
 
@@ -244,18 +245,19 @@ class AcrossRanks:
         return reduced
 
     def _sent(self, nbytes: int, *, rounds: int, for_one: bool = False) -> int:
-        """Bytes that each rank sends where ``nbytes`` are averaged in a ring: pieces of them, one for each
-        rank, are passed on from rank to rank to be added up, and in a second round to be known by all:
-        Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009."""
+        """Bytes that each rank sends if ``nbytes`` are averaged in a ring. The data is cut into pieces, one
+        for each rank. In the first round, the pieces are passed from rank to rank to be added up; in a second
+        round, all ranks get the sums: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
+        clusters of workstations", 2009."""
         here, machines = self.ranks.local_size, self.ranks.machines
-        # and the share is averaged over the machines, whose ranks all need it unless it is ``for_one``
+        # the share is also averaged over the machines; their ranks all need the mean unless it is ``for_one``
         between_machines = (1 if for_one else 2) * (nbytes // here) * (machines - 1) // machines
         return rounds * nbytes * (here - 1) // here + self.ranks.over_network(between_machines)
 
     def _average(
         self, gradient: torch.Tensor, owner: int | None = None, on_machine: int | None = None
     ) -> None:
-        """Let ``gradient`` be the mean over the ranks: `Ranks.average`."""
+        """Replace ``gradient`` by the mean over the ranks: `Ranks.average`."""
         if gradient.dtype == FP32 or not self._exact.numel():
             self.ranks.average(gradient, owner, on_machine)
             return
@@ -266,8 +268,8 @@ class AcrossRanks:
             piece.copy_(exact)
 
     def check_backward(self) -> None:
-        """All layers have gone backward on this rank. Raises RanksError where others have run more or fewer,
-        whose gradients would be waited for."""
+        """All layers have gone backward on this rank. Raises RanksError if other ranks have run more or fewer
+        layers: a rank would wait for their gradients."""
         if self.ranks.is_alone:
             return
         self.ranks.exchange(f"the end of a backward of {self._num_reduced} layers")
@@ -277,9 +279,10 @@ class AcrossRanks:
     def finish_backward(
         self, held: Mapping[int, HostGradient], norms: Norms, added: Mapping[int, list[float]]
     ) -> None:
-        """The layers' gradients have arrived on this rank: wait for the others' shares, drop what nobody has
-        used, average the root's gradients. ``added`` are, by unit whose gradients were added to on the host,
-        the sums of squares of this rank's share, which become those of all shares."""
+        """The layers' gradients have arrived on this rank: wait for the others' shares, drop the gradients of
+        parameters that no rank has used, average the root's gradients. ``added`` has, by unit with gradients
+        added on the host, the sums of squares of this rank's share; they are replaced by those of all
+        shares."""
         if self.ranks.is_alone:
             return
         of_root = [*held[ROOT].pairs()]
@@ -341,9 +344,9 @@ class AcrossRanks:
         self._issuer.wait((ops.grad_slot(ROOT),))
 
     def begin_writing(self, touch: Touch, access: Access) -> None:
-        """If user code is about to write what all ranks see, wait until none of them reads the values of
-        before. The first rank of each machine writes for all of them there; what is in no layer each has on
-        its own device."""
+        """If user code is about to write shared memory, wait until no rank reads the old values. The first
+        rank of each machine writes for all ranks there. Each rank has the parameters of the root on its own
+        device."""
         if self.ranks.is_alone:
             return
         written = [(tag, tensor) for tag, tensor in touch.of(access) if touch.writes(tensor)]
@@ -362,17 +365,17 @@ class AcrossRanks:
             }
 
     def forget(self) -> None:
-        """Gradients are dropped, or a backward begins anew."""
+        """Gradients are dropped, or a backward starts afresh."""
         self._used, self._new, self._num_reduced = {}, {}, 0
 
     def before_updates(self, units: Sequence[int], told: str) -> None:
-        """Updates of ``units`` are about to be issued, of which ``told`` says what must be the same on all
-        ranks."""
+        """Updates of ``units`` are about to be issued; ``told`` describes the values that must be the same on
+        all ranks."""
         if not self.ranks.is_alone:
             self._agree(tuple(units), f"optimizer.step() of {len(units)} units ({told})")
 
     def root_offloaded(self) -> None:
-        """The root's gradients are about to be read as a whole, to which each rank has copied its share."""
+        """The whole root gradient is about to be read; each rank has copied its share to the host."""
         if not self.ranks.is_alone:
             self._agree((ROOT,), "the gradients of what is in no layer are in host memory")
 
@@ -382,25 +385,26 @@ class AcrossRanks:
             return
         shard = self._store.shards[unit.index]
         if self._store.is_divided and shard.weights_on_disk.is_empty:
-            # .data: a version counter of its own, so that this write is not taken for the user's
+            # .data: a version counter of its own, so that this write does not count as the user's
             self.gather(unit.index, shard.weight.data)
         words = f"updating '{unit.name}'"
         self._agree((unit.index,), words)
 
     def gather(self, index: int, weight: torch.Tensor, place: int | None = None) -> None:
-        """Bring the weights that the other owners of this rank's share have updated into ``weight``, those of
-        the host shard of unit ``index``, or of weights on disk those in buffer ``place`` of their ring."""
+        """Gather the weights that the other owners of this rank's share have updated into ``weight``. That is
+        the weight of unit ``index`` in its host shard or, for weights on disk, in buffer ``place`` of their
+        ring."""
         unit = self._root if index == ROOT else self._units[index]
         pieces = [weight[parts[self.ranks.local_rank].gradient] for parts in self._parts[index]]
         words = f"gathering the weights of '{unit.name}'"
 
         def work() -> None:
-            # a rank whose update has failed comes to no collective, in which the others would hang
+            # a rank whose update has failed does not enter the collective, in which the others would hang
             self.ranks.exchange(words, channel=Channel.COLLECTIVE)
             try:
                 self.ranks.gather(pieces, self.buffer)
             except Exception as error:
-                # what comes next in this lane does not wait for this op, and meets nobody then
+                # the next op in this lane does not wait for this op, and finds no other rank
                 self.ranks.tell(error)
                 raise
 
@@ -408,21 +412,21 @@ class AcrossRanks:
         self._issuer.issue(ops.gather(index, self.ranks.over_network(sent), place), work)
 
     def parts(self, nbytes: int) -> tuple[slice, list[slice]]:
-        """Of so many bytes of weights that all ranks of a machine are to have on their devices: what they cut
-        into a part for each of them, and what this rank copies there, its part and the few bytes that are
-        left over."""
+        """The division of ``nbytes`` of weights that all ranks of a machine need on their devices: the range
+        that is cut into one part for each rank, and the ranges that this rank copies, its part and the few
+        remaining bytes."""
         each = nbytes // self.ranks.local_size // ALIGN_BYTES * ALIGN_BYTES
         at, end = self.ranks.local_rank * each, self.ranks.local_size * each
         own = [slice(at, at + each), slice(end, nbytes)]
         return slice(0, end), [piece for piece in own if piece.start < piece.stop]
 
     def all_gather(self, unit: Unit, slot: int, parts: torch.Tensor) -> None:
-        """Every rank of this machine is copying its part of the weights of ``unit`` into ``slot``, of which
-        ``parts`` are all of them: bring the others' there."""
+        """Every rank of this machine copies its part of the weights of ``unit`` into ``slot``; ``parts`` is
+        the range of all parts there. Gather the others' parts."""
         words = f"{LAYER_GATHERED}{unit.name}' (gather_weights=True: all ranks call the same layers)"
 
         def work() -> None:
-            # a rank whose copy has failed comes to no collective, in which the others would hang
+            # a rank whose copy has failed does not enter the collective, in which the others would hang
             self.ranks.exchange(words, channel=Channel.COLLECTIVE, of=self.ranks.row)
             self.ranks.all_gather(parts)
 
@@ -431,9 +435,8 @@ class AcrossRanks:
 
     @as_plain
     def whole(self, unit: Unit, purpose: Purpose, wanted: range, *, to: int | None = None) -> torch.Tensor:
-        """The ``wanted`` elements (or blocks) of ``unit`` for ``purpose``, of which each machine holds some,
-        in a copy. An exchange, when all that was issued is done. With ``to`` that rank alone has them, others
-        nothing."""
+        """A copy of the ``wanted`` elements (or blocks) of ``unit`` for ``purpose``, each held by some
+        machine. A collective call, after all issued ops. With ``to`` only that rank gets them."""
         self._issuer.synchronize()
         self.ranks.exchange(f"reading {purpose.name} of '{unit.name}' from all machines")
         machine, column = (None, self.ranks.local_rank) if to is None else self.ranks.place_of(to)
@@ -462,7 +465,7 @@ class AcrossRanks:
         self._issuer.issue(op, partial(self.ranks.exchange, words, channel=Channel.BARRIER))
 
     def release(self) -> None:
-        """Give up the buffers."""
+        """Release the buffers."""
         self.buffer = self._squares = torch.empty(0, dtype=torch.uint8)
         self._exact = self.buffer.view(FP32)
 
@@ -472,7 +475,7 @@ def _bits(flags: Sequence[bool]) -> int:
 
 
 def _runs(layout: Layout) -> list[Stretch]:
-    """The trainable parameters of a unit, padding included, those of one dtype beside each other as one."""
+    """The trainable parameters of a unit, padding included; adjacent ones of one dtype are joined."""
     slices = layout.trainable
     edges = [i for i, (one, next_) in enumerate(pairwise(slices), 1) if one.dtype != next_.dtype]
     return [

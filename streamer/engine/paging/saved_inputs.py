@@ -1,17 +1,17 @@
 """Layer inputs that are saved for backward, paged to host memory and back.
 
 [Note: saved inputs]
-With ``activations="recompute+offload"`` a layer's inputs leave for host memory while it and the next ones
-run, and come back while the layer above goes backward. What leaves is the user's tensor, which COMPUTE has
-allocated: it is held until its copy is done, and its memory may be used for something else only after an op
-on COMPUTE that waits for the copy. Those of no more than `OUTGOING` layers are held in that way, the next one
-waits for the first; the last ones of a forward are thus still on the device when backward begins, and are not
-fetched. What comes back goes into memory that COMPUTE has allocated too, so that its copy waits for all that
-COMPUTE had been given by then: it is fetched one layer ahead.
+With ``activations="recompute+offload"`` a layer's inputs are copied to host memory while it and the next
+layers run, and fetched while the layer above goes backward. Such an input is the user's tensor, allocated on
+COMPUTE. It is held until its copy is done, and its memory may be reused only after an op on COMPUTE that
+waits for the copy. At most `OUTGOING` layers' inputs are held in that way; the next layer waits for the
+first. So the last inputs of a forward are still on the device when backward begins, and are not fetched. A
+fetched input also goes into memory allocated on COMPUTE, so its copy waits for all earlier work on COMPUTE:
+it is fetched one layer ahead.
 
-A tensor that several layers save, an encoder's output say, leaves once.
+A tensor that several layers save, such as an encoder's output, is copied once.
 
-The host buffers are reused: inputs come and go in sizes that nobody knows beforehand.
+The host buffers are reused: the sizes of inputs are not known beforehand.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ from streamer.store.ledger import Tier, require
 
 
 class Paged:
-    """A tensor that was saved, and its place in host memory. ``tensor`` is there while it is on the device,
-    ``leaving`` (flat uint8) while it is copied from there."""
+    """A saved tensor, and its place in host memory. ``tensor`` is set while it is on the device, ``leaving``
+    (flat uint8) while it is copied from there."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.place = -1
         self.tensor: torch.Tensor | None = None
         self.leaving: torch.Tensor | None = None
         self.is_fetched = False
-        #: how many have saved it, and how many of them, or of those who copy it, hold it on the device
+        #: the number of saves; the number of saves and copies that hold it on the device
         self.owners = self.holders = 0
         self._view = tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version
         self._shape, self._dtype = tensor.shape, tensor.dtype
-        # the tensor's own where it is dense
+        # the tensor's own stride if it is dense
         self._stride = torch.empty_like(tensor, device="meta").stride()
         self._was_changed = False
-        #: counts it while it is on the device
+        #: counts the bytes while it is on the device
         self._held: object = None
 
     def is_now(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor``, of the same storage, is what was saved."""
+        """Whether ``tensor``, of the same storage, equals the saved tensor."""
         view = tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version
         return view == self._view
 
     def dense(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The bytes of ``tensor``, or of a copy of it where it has gaps or only means its conjugate."""
+        """The bytes of ``tensor``, or of a copy if it has gaps or is a lazy conjugate or negative."""
         if tensor.stride() != self._stride or tensor.is_conj() or tensor.is_neg():
             tensor = self.empty(tensor.device).copy_(tensor)
         return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """A tensor to be fetched into."""
+        """An empty tensor to fetch into."""
         return torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=device)
 
     def put(self, tensor: torch.Tensor, on_device: SavedBytes, *, is_fetched: bool) -> None:
@@ -71,33 +71,33 @@ class Paged:
         self._held = on_device.hold(storages([tensor]))
 
     def get(self) -> torch.Tensor:
-        """The input's copy on the device. Raises RuntimeError if it was written since the input was saved."""
+        """The input's copy on the device. Raises RuntimeError if it was written after it was saved."""
         self.note_writes()
         if self._was_changed:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
                 f"operation: an input of shape {tuple(self._shape)} of a streamed layer"
             )
-        assert self.tensor is not None, "who gets it holds it"
+        assert self.tensor is not None, "the caller holds it"
         return self.tensor
 
     def note_writes(self) -> None:
-        """Note whether the user's tensor was written while it could leave."""
+        """Note whether the user's tensor was written while it was on the device."""
         if self.tensor is not None and not self.is_fetched:
             self._was_changed |= self.tensor._version != self._view[-1]
 
     def drop(self) -> None:
-        """The copy on the device is needed no more."""
+        """The copy on the device is no longer needed."""
         self.note_writes()
         self.tensor = self._held = None
 
 
 class HostPlaces:
-    """Numbered buffers, each lent to one user at a time and kept for the next. A buffer that has become too
-    small is given back before a larger one takes its number.
+    """Numbered buffers, each used by one owner at a time and kept for the next. A buffer that has become too
+    small is freed before a larger one takes its number.
 
-    ``allocate`` makes a buffer of some bytes; ``give_back`` is called with the number and the buffer when one
-    is of no more use, and returns when nobody reads or writes it.
+    ``allocate`` returns a buffer of some bytes. ``give_back`` is called with the number and the buffer when a
+    buffer is no longer needed, and returns when nothing reads or writes it.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class HostPlaces:
         return sum(buffer.nbytes for buffer in self.buffers)
 
     def take(self, nbytes: int) -> int:
-        """The number of a buffer of ``nbytes`` or more."""
+        """The number of a buffer of at least ``nbytes``."""
         by_size = sorted(self._free, key=lambda number: self.buffers[number].nbytes)
         number = next((number for number in by_size if self.buffers[number].nbytes >= nbytes), None)
         if number is None:
@@ -140,12 +140,12 @@ class HostPlaces:
         self.buffers[number] = buffer
 
 
-#: Layers whose inputs are held on the device while they leave it.
+#: The number of layers whose inputs are held on the device during the copy to the host.
 OUTGOING = 2
 
 
 Saved = Sequence[Paged]
-#: Tensors on the device, and what an op must read that uses them.
+#: Tensors on the device, and the places that an op reads when it uses them.
 Fetched = tuple[Sequence[torch.Tensor], tuple[Place, ...]]
 _NONE: AbstractContextManager[Fetched] = nullcontext(((), ()))
 
@@ -160,21 +160,21 @@ class InputPager:
         self._on_device = on_device
         #: by storage
         self._known = WeakIdKeyDictionary()
-        #: by number, in the order of forward: what layers have saved and may ask for
+        #: by number, in the order of forward: the inputs that layers have saved and may need
         self._saved: dict[int, Saved] = {}
         self._count = 0
         self._outgoing: dict[int, Saved] = {}
-        #: the number of what is fetched before it is asked for
+        #: the number of the prefetched inputs
         self._ahead: int | None = None
-        #: what nobody will ask for any more; the garbage collector may say so at any moment
+        #: inputs that are no longer needed; the garbage collector may append to it at any moment
         self._gone: deque[int] = deque()
 
     @staticmethod
     def takes(tensor: torch.Tensor) -> bool:
-        """Whether ``tensor``, an input of a layer, is worth a place and can be made again from bytes."""
+        """Whether ``tensor``, an input of a layer, should be paged and can be rebuilt from its bytes."""
         is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
-        # who has made a leaf has it anyway; what has gaps would come back without, and PyTorch compute with
-        # it by other operations
+        # a leaf stays on the device anyway; a tensor with gaps would come back without them, and PyTorch
+        # would then compute with other operations
         return (
             is_plain
             and tensor.grad_fn is not None
@@ -183,9 +183,10 @@ class InputPager:
         )
 
     def save(self, owner: object, tensors: Sequence[torch.Tensor]) -> int:
-        """Page out ``tensors``, kept until `forget` or until ``owner`` is gone; the number to ask for them.
+        """Page out ``tensors``, kept until `forget` or until ``owner`` is gone. Returns the number to fetch
+        them by.
 
-        Raises MemoryError where host memory has no room for them.
+        Raises MemoryError if host memory has no room for them.
         """
         self.settle()
         number = self._count = self._count + 1
@@ -200,12 +201,12 @@ class InputPager:
         return number
 
     def forget(self, number: int) -> None:
-        """Nobody will ask for ``number`` again."""
+        """``number`` is no longer needed."""
         self._gone.append(number)
 
     def using(self, number: int | None) -> AbstractContextManager[Fetched]:
-        """The tensors saved under ``number``, on the device inside the block, and what an op must read that
-        uses them; none for None. Raises RuntimeError if one of them was written since."""
+        """The tensors saved under ``number``, on the device inside the block, and the places that an op reads
+        when it uses them; none for None. Raises RuntimeError if one of them was written since."""
         if number is None and self._ahead is None and not self._gone:
             return _NONE
         return self._using(number)
@@ -223,7 +224,7 @@ class InputPager:
             self.settle()
 
     def prefetch(self, number: int | None) -> None:
-        """Fetch what was saved before ``number``: it is likely to be asked for next."""
+        """Fetch the inputs saved before ``number``: they are likely to be needed next."""
         if number is None:
             return
         before = max((other for other in self._saved if other < number), default=None)
@@ -232,7 +233,7 @@ class InputPager:
             self._ahead = before
 
     def release(self) -> None:
-        """Give up everything."""
+        """Release everything."""
         for kept in (self._saved, self._outgoing, self._known, self._gone, self.places.buffers):
             kept.clear()
         self._ahead = None
@@ -253,11 +254,11 @@ class InputPager:
 
     def _page_out(self, paged: Paged, tensor: torch.Tensor) -> None:
         source = paged.dense(tensor)
-        # from here on nothing is short of memory
+        # from here on no allocation can fail
         paged.place = self.places.take(source.numel())
         into = self.places.buffers[paged.place][: source.numel()]
         try:
-            # what has made the tensor is done before its copy begins
+            # the copy begins when the tensor is computed
             self._sync(ops.saved_input(paged.place), to_write=True)
             op = ops.offload_input(paged.place, source.numel())
             self._issuer.issue(op, lambda: self._issuer.backend.copy(into, source))
@@ -290,7 +291,7 @@ class InputPager:
         tensor = paged.empty(self._issuer.backend.device)
         into = paged.dense(tensor)
         source = self.places.buffers[paged.place][: into.numel()]
-        # what COMPUTE had in this memory is done with before the copy begins
+        # the copy begins when COMPUTE has finished with the earlier contents of this memory
         self._sync(ops.saved_input(paged.place), to_write=True)
         op = ops.fetch_input(paged.place, into.numel())
         self._issuer.issue(op, lambda: self._issuer.backend.copy(into, source))
@@ -301,7 +302,7 @@ class InputPager:
             paged.holders -= 1
             if not paged.holders:
                 if paged.is_fetched:
-                    # the copy may still be running if nobody has used it
+                    # the copy may still be running if it was not used
                     self._sync(ops.fetched(paged.place))
                 paged.drop()
 
@@ -311,7 +312,7 @@ class InputPager:
             self._release(self._saved[ahead])
 
     def settle(self) -> None:
-        """Free the memory of what nobody will ask for."""
+        """Free the memory of inputs that are no longer needed."""
         while self._gone:
             number = self._gone.popleft()
             if number == self._ahead:
@@ -324,12 +325,12 @@ class InputPager:
                     self.places.release(paged.place)
 
     def _sync(self, place: Place, *, to_write: bool = False) -> None:
-        # no need to block: what the caller's thread does on the device comes after
+        # no need to block: the caller's work on the device runs after it
         self._issuer.mark(ops.sync((place,), to_write=to_write))
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         require(
-            f"a layer's saved inputs in host memory, beside {self.places.nbytes} bytes of them "
+            f"a layer's saved inputs in host memory, in addition to {self.places.nbytes} bytes of them "
             "(activations='recompute+offload')",
             self._host(
                 nbytes,
