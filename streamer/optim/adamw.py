@@ -1,5 +1,5 @@
-"""AdamW for a wrapped model: a PyTorch optimizer whose updates run on the host, one unit at a time. No step
-is made with gradients that are NaN or infinite.
+"""AdamW for a wrapped model: a PyTorch optimizer whose updates run on the host, one unit at a time. It takes
+no step with gradients that are NaN or infinite.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from streamer_native import Hyper
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Raise ValueError for a hyperparameter out of its range, and for what `torch.optim.AdamW` would do
-    otherwise."""
+    """Raise ValueError for a hyperparameter out of its range, and for an option of `torch.optim.AdamW` that
+    this optimizer does not support."""
     betas = group["betas"]
     for name, fits in (
         ("lr", 0 <= group["lr"] < math.inf),
@@ -84,14 +84,14 @@ def check_group(group: dict[str, Any]) -> None:
 
 
 def hyper_of(group: dict[str, Any], step: int) -> Hyper:
-    """What an update takes from its group; ``step`` counts from 1."""
+    """The hyperparameters of an update of ``group``; ``step`` counts from 1."""
     beta1, beta2 = group["betas"]
     return Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], step)
 
 
 def check_landed_with(landed_with: Mapping[int, Hyper], groups: Sequence[dict[str, Any]]) -> None:
-    """Raise RuntimeError if layers were updated, as gradients landed, with other hyperparameters than those
-    of ``groups``; ``landed_with`` has the ones used, by the identity of a group."""
+    """Raise RuntimeError if layers were updated in backward with hyperparameters that differ from those of
+    ``groups``; ``landed_with`` has the ones used, by the identity of a group."""
     for group in groups:
         if landed_with.get(id(group), hyper_of(group, 1)) != hyper_of(group, 1):
             raise RuntimeError(
@@ -101,8 +101,8 @@ def check_landed_with(landed_with: Mapping[int, Hyper], groups: Sequence[dict[st
 
 
 class NonFiniteError(RuntimeError):
-    """A step that was refused, since a gradient is NaN or infinite; ``what`` names the first unit, in the
-    order of backward, whose gradient is not finite."""
+    """A refused step, since a gradient is NaN or infinite; ``what`` names the first unit, in the order of
+    backward, whose gradient is not finite."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(what + remedy)
@@ -116,11 +116,11 @@ def may_step(
     skip_nonfinite: bool,
     found_inf: torch.Tensor | None,
 ) -> bool:
-    """Whether a step may be made: the gradients of these models are all finite, and no layer was
-    ``not_updated`` on landing. If they are not, count and warn, or raise RuntimeError.
+    """Whether a step may be taken: the gradients of these models are all finite, and backward has left no
+    layer ``not_updated``. If not, count and warn, or raise RuntimeError.
 
-    ``found_inf`` is what a GradScaler has found, None where there is none. It looks for the scale at which
-    steps overflow and expects some to, so those are counted without a warning.
+    ``found_inf`` is the result of a GradScaler, None without one. A GradScaler looks for the scale at which
+    steps overflow, so some steps overflow by design: those are counted without a warning.
     """
     for executor in executors:
         executor.gradients.take_in()
@@ -157,8 +157,8 @@ def may_step(
 def begin_step(
     executors: Sequence[Executor], updater: Updater, *, skip_nonfinite: bool, found_inf: torch.Tensor | None
 ) -> list[str]:
-    """Begin a step of the optimizer of ``updater``, and name the layers not updated since the last. Raises
-    RuntimeError for a model that was unwrapped."""
+    """Begin a step of the optimizer of ``updater``, and return the names of the layers not updated since the
+    last. Raises RuntimeError for a model that was unwrapped."""
     if any(executor.released for executor in executors):
         raise RuntimeError(
             "the model that this optimizer updates was unwrapped: make a new optimizer, of torch.optim for a "
@@ -175,23 +175,23 @@ def begin_step(
         names += executor.gradients.early.next_step(updater)
         if found_inf is not None:
             raise RuntimeError(
-                "update='backward' has updated the layers before GradScaler could take its scale out: "
+                "update='backward' has updated the layers before GradScaler could unscale the gradients: "
                 "wrap with update='step', or train in bfloat16 without a scaler"
             )
     return names
 
 
 class _Member(NamedTuple):
-    """A parameter of an optimizer, where the parameter lives, and its group."""
+    """A parameter of an optimizer, its home in host memory, and its group."""
 
     param: torch.Tensor
     home: Home
     group: dict[str, Any]
-    #: the numbers of its group among the optimizer's, and of the parameter in it
+    #: the index of its group in the optimizer, and of the parameter in the group
     place: tuple[int, int]
 
     def is_in(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the parameter is where it was found."""
+        """Whether the parameter is still in its place in these groups."""
         group, number = self.place
         params = self.group["params"]
         return (
@@ -211,46 +211,46 @@ class _Members:
         self.params = [member.param for member in members]
         groups = {id(member.group): member.group for member in members}
         self.groups = [*groups.values()]
-        #: of each parameter the place of its group among `groups`
+        #: for each parameter, the index of its group in `groups`
         self._group_of = [[*groups].index(id(member.group)) for member in members]
         self.executor, self.unit = members[0].home.executor, members[0].home.unit
         self._slices = [member.home.slice for member in members]
         self._names = [slice.param.name for slice in self._slices]
         self._are_trained = all(slice.param.trainable for slice in self._slices)
         places = {id(slice): place for place, slice in enumerate(self.unit.layout.slices)}
-        #: where their steps are in `Unit.steps`
+        #: the positions of their step counts in `Unit.steps`
         self._places = np.array([places[id(slice)] for slice in self._slices])
         self._part: tuple[tuple[bool, ...], _Members] | None = None
         self._launches: tuple[object, Launches] | None = None
 
     def only(self, which: Sequence[bool]) -> _Members | None:
-        """Those of them that ``which`` says, None for none."""
+        """The members for which ``which`` is True, None if there are none."""
         if all(which):
             return self
         key = tuple(which)
         if self._part is None or self._part[0] != key:
             if not any(key):
                 return None
-            # nearly always the same ones
+            # nearly always the same members
             self._part = key, _Members([*compress(self.members, key)])
         return self._part[1]
 
     def with_gradient(self) -> _Members | None:
-        """Those of them that have a gradient."""
+        """The members with a gradient, None if there are none."""
         return self.only([param.grad is not None for param in self.params])
 
     def check_owner(self, owner: object) -> None:
-        """Raise RuntimeError if another optimizer updates one of them, ValueError for one that was frozen."""
-        # nearly always for nothing, so without a frame for each parameter
+        """Raise RuntimeError if another optimizer updates one of them, ValueError for a frozen one."""
+        # nearly always passes, so it avoids a call for each parameter
         owners = map(self.executor.updated_by.get, self._names)
         if not self._are_trained or any(map(is_not, owners, repeat(owner))):
             for member in self.members:
                 check_owner(member.home, owner)
 
     def update(self, state_dtype: torch.dtype) -> UnitUpdate:
-        """Their next update."""
+        """The next update of these parameters."""
         steps = (self.unit.steps.numpy()[self._places] + 1).tolist()
-        # the hyperparameters of parameters of one group that are in the same step
+        # parameters of one group at the same step share hyperparameters
         numbers: dict[tuple[int, float], int] = {}
         keys = zip(self._group_of, steps, strict=True)
         of_each = [numbers.setdefault(key, len(numbers)) for key in keys], [*map(is_summed, self.params)]
@@ -261,8 +261,8 @@ class _Members:
         return UnitUpdate(self._launches[1], hypers)
 
     def count(self, which: Sequence[bool] | None = None, by: int = 1) -> None:
-        """Add to the number of their steps, or of those that ``which`` says."""
-        # in NumPy's memory: PyTorch would let the update that has just been queued run first
+        """Add ``by`` to the step counts of the members, or of those for which ``which`` is True."""
+        # NumPy writes this: PyTorch would first run the update that has just been queued
         steps = self.unit.steps.numpy()
         steps[self._places if which is None else self._places[np.array(which)]] += by
 
@@ -272,28 +272,28 @@ class AdamW(Optimizer):
 
     ``params`` are parameters, (name, parameter) pairs or parameter groups of wrapped models. Updates run in
     host memory in exact fp32 whatever the dtype of the parameters. `step` returns once they are queued: the
-    next forward waits for each layer's update as it comes to it, so nothing is stale.
+    next forward waits for each layer's update before it uses the layer, so no weight is stale.
 
-    ``state_dtype`` is how the moments of bfloat16 parameters are kept: ``torch.float32`` (8 bytes for each
-    parameter), ``torch.bfloat16`` (4; the second moment rounded stochastically) or ``"int8"`` (2, in blocks
-    of 256 with fp32 scales, rounded stochastically). Other parameters need float32. ``state[p]`` has ``step``
-    and, as views of host memory, ``exp_avg`` and ``exp_avg_sq`` in the shape of ``p``; in 8 bits these are
-    codes, and ``exp_avg_scale`` and ``exp_avg_sq_scale`` the scales of their blocks (streamer_native's
-    [Note: 8-bit moments] says what they stand for). Reading them waits for the update that is running.
+    ``state_dtype`` is the dtype in which the moments of bfloat16 parameters are stored: ``torch.float32`` (8
+    bytes for each parameter), ``torch.bfloat16`` (4; the second moment is rounded stochastically) or
+    ``"int8"`` (2, in blocks of 256 with fp32 scales, rounded stochastically). Other parameters need float32.
+    ``state[p]`` has ``step`` and, as views of host memory, ``exp_avg`` and ``exp_avg_sq`` in the shape of
+    ``p``; in 8 bits these are codes, and ``exp_avg_scale`` and ``exp_avg_sq_scale`` the scales of their
+    blocks (streamer_native's [Note: 8-bit moments] defines them). Reading them waits for the running update.
 
-    A step whose gradients are not all finite changes nothing: with ``skip_nonfinite`` it warns and counts in
-    ``streamer.stats(model).skipped_steps``, without it raises RuntimeError. `torch.amp.GradScaler` works: its
-    scale is taken out in the pass that updates, and a step that it finds to overflow changes nothing.
+    A step with a gradient that is not finite changes nothing: with ``skip_nonfinite`` it warns and counts in
+    ``streamer.stats(model).skipped_steps``, without it raises RuntimeError. `torch.amp.GradScaler` works: the
+    update unscales the gradients in the same pass, and a step that overflows changes nothing.
 
-    Raises ValueError for a hyperparameter out of its range, options of `torch.optim.AdamW` in a group that
-    would change updates (``maximize``, ``amsgrad``), a ``state_dtype`` that a parameter cannot have, a
-    parameter whose model is not wrapped, or where there is none; and MemoryError if there is no room for the
-    moments, before they are allocated.
+    Raises ValueError for a hyperparameter out of its range, for options of `torch.optim.AdamW` in a group
+    that would change updates (``maximize``, ``amsgrad``), for a ``state_dtype`` that a parameter cannot have,
+    for a parameter whose model is not wrapped, and for no parameters at all. Raises MemoryError, before
+    allocation, if there is no room for the moments.
     """
 
-    #: its updates do not run where and when PyTorch's own do
+    #: its updates run on host shards, so `Replay` does not take its steps
     updates_host_shards = True
-    #: tells GradScaler to leave the unscaling, and the decision to skip, to `step`
+    #: GradScaler leaves the unscaling, and the decision to skip, to `step`
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -310,17 +310,17 @@ class AdamW(Optimizer):
         self.state_dtype = parse_state_dtype(state_dtype)
         self._skip_nonfinite = skip_nonfinite
         self._executors: list[Executor] = []
-        #: the parameters by the identity of their unit, and the groups, parameters and homes for which that
-        #: was found
+        #: the parameters by the identity of their unit, and the groups, parameters and homes that this was
+        #: built from
         self._by_unit: dict[int, _Members] = {}
         self._known: list[Any] = []
-        #: the parameters that are no longer those of a wrapped model
+        #: the parameters that no longer belong to a wrapped model
         self._homeless: list[torch.Tensor] = []
-        #: by the identity of a group, the hyperparameters with which layers were updated on landing
+        #: by the identity of a group, the hyperparameters with which backward updated layers
         self._landed_with: dict[int, Hyper] = {}
         #: the identities of the parameters that were updated
         self._updated: set[int] = set()
-        #: stands for the optimizer, which its parameters shall not keep alive
+        #: stands for the optimizer: parameters refer to it without keeping the optimizer alive
         self.token = object()
         self._is_made = False
         if not isinstance(params, torch.Tensor):  # which PyTorch refuses
@@ -332,7 +332,7 @@ class AdamW(Optimizer):
                     "which freezes a quantized base)"
                 )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        # for all groups at once: what cannot be made must leave an earlier optimizer's moments alone
+        # for all groups at once: on an error an earlier optimizer keeps its moments
         self._take_over([member.home for mine in self._members() for member in mine.members])
         self._is_made = True
 
@@ -353,7 +353,7 @@ class AdamW(Optimizer):
             raise
 
     def _take_over(self, homes: Sequence[Home]) -> None:
-        """Begin with zero moments for these parameters, whichever optimizer has updated them before."""
+        """Begin with zero moments for these parameters, in place of another optimizer's."""
         new = [e for e in dict.fromkeys(home.executor for home in homes) if e not in self._executors]
         take_over(homes, new, self.state_dtype, self.token)
         self._executors += new
@@ -365,7 +365,7 @@ class AdamW(Optimizer):
     @torch.no_grad()
     @never_traced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Queue the update of every parameter that has a gradient; returns what ``closure`` returns."""
+        """Queue the update of every parameter that has a gradient; returns the result of ``closure``."""
         loss = None
         try:
             if closure is not None:
@@ -374,7 +374,7 @@ class AdamW(Optimizer):
             with unguarded():
                 self._step()
         except BaseException:
-            # a GradScaler deletes these only where the step returns
+            # GradScaler deletes these only if the step returns
             self.__dict__.pop("found_inf", None)
             self.__dict__.pop("grad_scale", None)
             raise
@@ -392,7 +392,7 @@ class AdamW(Optimizer):
         for mine in updated:
             mine.executor.check_idle(mine.unit)
         check_landed_with(self._landed_with, self.param_groups)
-        # a GradScaler sets both, and deletes them: whether an element was not finite, the scale to take out
+        # GradScaler sets both and deletes them: whether an element was not finite, and the scale to remove
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         skips = self._skip_nonfinite
         not_updated = begin_step(
@@ -407,16 +407,16 @@ class AdamW(Optimizer):
             both = zip(updated, updates, strict=True)
             here = [(mine, update) for mine, update in both if mine.executor is executor]
             self._queue(executor, {mine.unit.index: update for mine, update in here}, unscale)
-            # not sooner: what is refused is no step
+            # only now: a refused step does not count
             for mine, _ in here:
                 self._count(mine)
 
     @as_plain
     def _update_on_landing(self, unit: Unit, used: Sequence[bool]) -> Update | None:
-        """The update of ``unit`` in backward, from gradients of those of its parameters that are ``used``."""
+        """The update of ``unit`` in backward, from the gradients of its ``used`` parameters."""
         used_ids = {id(param) for param, is_used in zip(unit.params, used, strict=False) if is_used}
         of_unit = self._by_unit.get(id(unit))
-        # not all of the optimizer's parameters are looked at: this is done for each layer
+        # runs for each layer, so it does not look at all parameters of the optimizer
         if of_unit is not None and not all(member.is_in(self.param_groups) for member in of_unit.members):
             self._members()
             of_unit = self._by_unit.get(id(unit))
@@ -434,7 +434,7 @@ class AdamW(Optimizer):
         is_finite, number = list[bool](), early.number
         places = {id(param): place for place, param in enumerate(unit.params)}
 
-        # holds no optimizer: a queued update shall not keep it alive
+        # refers to no optimizer: a queued update must not keep it alive
         def update(shard: HostShard, *, gradient: torch.Tensor, reduced: Reduced | None) -> None:
             nonlocal next_update
             if not is_finite:  # of state on disk each chunk comes here
@@ -459,7 +459,7 @@ class AdamW(Optimizer):
 
     def _members(self) -> list[_Members]:
         """The optimizer's parameters, by unit."""
-        # the groups too, between which a parameter may be moved
+        # the groups too, since a parameter may move between groups
         now = [item for group in self.param_groups for item in (group, *group["params"])]
         params = [param for group in self.param_groups for param in group["params"]]
         homes = [*map(home_of, params)]
@@ -476,7 +476,7 @@ class AdamW(Optimizer):
         return [*self._by_unit.values()]
 
     def _updates(self, of_units: Sequence[_Members]) -> list[UnitUpdate]:
-        """The next updates of these parameters, whose steps `_count` counts once nothing refuses them."""
+        """The next updates of these parameters. `_count` counts their steps once no check refuses them."""
         new = []
         for mine in of_units:
             for member, state in zip(mine.members, map(self.state.get, mine.params), strict=True):
@@ -484,7 +484,7 @@ class AdamW(Optimizer):
                     state.check()
                 else:
                     new.append(member)
-        # `state_dict` has them as PyTorch does, in the order of the groups
+        # `state_dict` lists them as PyTorch does, in the order of the groups
         for member in sorted(new, key=attrgetter("place")):
             self._begin_state(member.param, member.home)
         return [mine.update(self.state_dtype) for mine in of_units]
@@ -495,7 +495,7 @@ class AdamW(Optimizer):
         self._updated.update(map(id, mine.params))
 
     def _begin_state(self, param: torch.Tensor, home: Home) -> State:
-        """Give a parameter that is about to be updated, and has no state of ours, one."""
+        """Create the state of a parameter that is about to be updated and has no `State` yet."""
         was_updated = id(param) in self._updated
         given = self.state[param]
         state = begin_state(home, given, self.state_dtype, was_updated=was_updated)
@@ -514,22 +514,22 @@ class AdamW(Optimizer):
 
     def __getstate__(self) -> NoReturn:
         raise RuntimeError(
-            "this optimizer cannot be copied or pickled, its state is that of a wrapped model: save "
+                "this optimizer cannot be copied or pickled, its state is that of a wrapped model: save "
             "optimizer.state_dict()"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state once all updates are done; its tensors are views of host memory, as in PyTorch."""
+        """The state once all updates are done. Its tensors are views of host memory, not copies."""
         self._synchronize()
         state_dict = without_compiler(Optimizer.state_dict)(self)
         return state_dict | {"state": {key: dict(state) for key, state in state_dict["state"].items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over hyperparameters and moments, the latter as they are held.
+        """Load hyperparameters and moments; moments keep their dtype.
 
         Raises ValueError, and changes nothing, if they were saved with another ``state_dtype``, or with
-        hyperparameters that a group cannot have.
+        hyperparameters out of their range.
         """
         for group in state_dict["param_groups"]:
             check_group(group)
@@ -537,7 +537,7 @@ class AdamW(Optimizer):
         for executor in self._executors:
             executor.wait_for_saving()
         saved = pair_saved(state_dict, self.param_groups, self.state_dtype)
-        # without the state, of which PyTorch would make a copy in the parameters' dtype
+        # without the state, which PyTorch would copy in the parameters' dtype
         without_compiler(Optimizer.load_state_dict)(self, {**state_dict, "state": {}})
         with ExitStack() as writing:
             for executor in self._executors:
@@ -546,7 +546,7 @@ class AdamW(Optimizer):
         self._landed_with.clear()
 
     def restart(self, state: dict[torch.Tensor, State]) -> None:
-        """Go on from this state, which shows host memory; what has landed until now is forgotten."""
+        """Continue from this state, whose tensors are views of host memory."""
         self._landed_with.clear()
         self.state.clear()
         self.state.update(state)
@@ -556,7 +556,7 @@ class AdamW(Optimizer):
         for unit in (executor.root, *executor.units):
             if unit.index in updates:
                 scale = unscale * executor.gradients.factor
-                # seeds: another one for each unit; ROOT is -1
+                # each unit has its own seed; ROOT is -1
                 of_unit = updates[unit.index]
                 update = partial(update_shard, update=of_unit, grad_scale=scale, seed=unit.index + 1)
                 work[unit.index] = update, of_unit.launches.nbytes(executor.shard(unit).range)
@@ -569,7 +569,8 @@ class AdamW(Optimizer):
 
 
 def _same_on_all(updates: Mapping[int, UnitUpdate], scale: float) -> str:
-    """What of updates by unit must be the same on all ranks; gradients are multiplied by ``scale``."""
+    """A summary of the updates by unit that must be the same on all ranks; gradients are multiplied by
+    ``scale``."""
     hypers = sorted({hyper for update in updates.values() for hyper in update.hypers})
     of_all = crc32(repr((hypers, scale, sorted(updates))).encode())
     told = ", ".join(f"lr {hyper.lr:.6g} in step {hyper.step}" for hyper in hypers[:2])

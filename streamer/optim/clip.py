@@ -23,26 +23,26 @@ def clip_grad_norm_(
     grad_scale: float = 1.0,
 ) -> torch.Tensor:
     """Clip the gradients of a wrapped model so that their norm is at most ``max_norm``. ``model`` is the
-    model, or all of its parameters that are trained (``model.parameters()``).
+    model, or all of its trainable parameters (``model.parameters()``).
 
     Returns the norm before clipping as an fp32 scalar on the CPU, as `torch.nn.utils.clip_grad_norm_` does.
     The coefficient ``max_norm / (norm + 1e-6)``, where it is below 1, is applied to layers by the next
-    `AdamW.step`, in the pass that reads their gradients anyway, or before that, when the user's code touches
-    the gradient of a layer. The 2-norm is known when backward ends; any other ``norm_type`` (``math.inf`` for
+    `AdamW.step`, in the pass that reads their gradients anyway, or before that, when your code reads the
+    gradient of a layer. The 2-norm is known when backward ends; any other ``norm_type`` (``math.inf`` for
     the largest element) costs a pass over the gradients in host memory.
 
-    ``grad_scale`` is what the loss was multiplied by, for fp16 parameters whose gradients no
-    `torch.amp.GradScaler` can unscale: ``grad_scale=scaler.get_scale()``.
+    ``grad_scale`` is the factor of the loss, for fp16 parameters whose gradients no `torch.amp.GradScaler`
+    can unscale: ``grad_scale=scaler.get_scale()``.
 
-    Raises RuntimeError for a norm that is NaN or infinite if ``error_if_nonfinite``, or where ``wrap`` was
-    told ``update="backward"``, and ValueError for a model that is not wrapped, or for parameters
-    that are not those of one model.
+    Raises RuntimeError for a norm that is NaN or infinite if ``error_if_nonfinite``, and for a model wrapped
+    with ``update="backward"``. Raises ValueError for a model that is not wrapped, and for parameters that are
+    not those of one model.
     """
     executor = wrapped(model).executor if isinstance(model, nn.Module) else _executor_of(model)
     if not executor.gradients.are_kept:
         raise RuntimeError(
             "clip_grad_norm_ needs all gradients before any update, and update='backward' updates each layer "
-            "as its gradient lands: wrap with update='step' to clip"
+            "during backward: wrap with update='step' to clip"
         )
     executor.gradients.take_in()
     norm = _norm(executor, float(norm_type)) / grad_scale
@@ -52,14 +52,14 @@ def clip_grad_norm_(
             "or pass error_if_nonfinite=False"
         )
     coefficient = max_norm / (norm + 1e-6)
-    if not coefficient >= 1:  # so also where the norm is not a number
+    if not coefficient >= 1:  # also true if the norm is NaN
         executor.gradients.rescale(coefficient)
     return torch.tensor(norm, dtype=torch.float32)
 
 
 def _executor_of(parameters: Iterable[torch.Tensor]) -> Executor:
-    """The executor of the model that has ``parameters``. Raises ValueError unless they are all that it
-    trains: the norm is that of all gradients."""
+    """The executor of the model that has ``parameters``. Raises ValueError unless they are all of its
+    trainable parameters: the norm is that of all gradients."""
     by_param = {id(param): require_home(param).executor for param in parameters}
     executors = {*by_param.values()}
     trained = [
@@ -71,7 +71,7 @@ def _executor_of(parameters: Iterable[torch.Tensor]) -> Executor:
     ]
     if len(executors) != 1 or any(id(param) not in by_param for param in trained):
         raise ValueError(
-            "clip_grad_norm_ clips all gradients of one wrapped model: give it the model, or all of its "
+            "clip_grad_norm_ clips all gradients of one wrapped model: pass the model, or all of its "
             "parameters (model.parameters())"
         )
     return executors.pop()

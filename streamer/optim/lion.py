@@ -1,4 +1,4 @@
-"""Lion, whose steps on a wrapped model are one pass over memory."""
+"""Lion, whose step on a wrapped model is one pass over memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.optim.optimizer import Optimizer, ParamsT
 class Lion(Optimizer):
     """Lion: Algorithm 2 of Chen et al., Symbolic Discovery of Optimization Algorithms (NeurIPS 2023).
 
-    ``lr`` is usually 3 to 10 times smaller than AdamW's, and ``weight_decay`` as much larger. The state of a
-    parameter is ``exp_avg``, in its shape. Raises ValueError for a hyperparameter out of its range.
+    ``lr`` is usually 3 to 10 times smaller than AdamW's, and ``weight_decay`` larger by the same factor. The
+    state of a parameter is ``exp_avg``, in its shape. Raises ValueError for a hyperparameter out of range.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; returns what ``closure`` returns."""
+        """Take a step; returns the result of ``closure``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

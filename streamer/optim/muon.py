@@ -1,4 +1,4 @@
-"""Muon for the matrices of layers, and AdamW for all else, in one optimizer."""
+"""Muon for the matrices of layers, and AdamW for all other parameters, in one optimizer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from streamer.optim.replay.shadow import original, plain_step
 class Muon(torch.optim.Muon):
     """`torch.optim.Muon` for the matrices of streamed layers, AdamW for embeddings, heads and vectors.
 
-    Muon is an optimizer of hidden layers (Jordan, kellerjordan.github.io/posts/muon, 2024). With
+    Muon is an optimizer for hidden layers (Jordan, kellerjordan.github.io/posts/muon, 2024). With
     ``adjust_lr_fn="match_rms_adamw"`` its updates are as large as AdamW's (Liu et al., Muon is Scalable for
-    LLM Training, 2025), so that one ``lr`` and one ``weight_decay`` serve both. A parameter group may have
-    ``use_muon``, a bool, which decides for all of its parameters; other groups are cut in two. The state has
+    LLM Training, 2025), so that one ``lr`` and one ``weight_decay`` serve both. A parameter group may set
+    ``use_muon``, a bool, for all of its parameters; other groups are split in two. The state has
     ``momentum_buffer`` for Muon, and ``step``, ``exp_avg`` and ``exp_avg_sq`` for AdamW, in fp32. Raises
-    ValueError for ``use_muon`` with a parameter that is no matrix.
+    ValueError for ``use_muon=True`` with a parameter that is not a matrix.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Muon(torch.optim.Muon):
         Optimizer.__init__(self, [part for group in groups for part in _in_two(group)], defaults)
         for group in self.param_groups:
             if group["use_muon"] and any(param.dim() != 2 for param in group["params"]):
-                raise ValueError("a group with use_muon=True has a parameter that is no matrix")
+                raise ValueError("a group with use_muon=True has a parameter that is not a matrix")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; returns what ``closure`` returns."""
+        """Take a step; returns the result of ``closure``."""
         groups = self.param_groups
         self.param_groups = [group for group in groups if group["use_muon"]]
         try:
@@ -70,7 +70,7 @@ class Muon(torch.optim.Muon):
 
 
 def _in_two(group: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The group's parameters for Muon, and the others; the group itself where it says ``use_muon``."""
+    """The group's parameters for Muon, and the others; the group itself if it sets ``use_muon``."""
     inside = group["params"]
     inside = [inside] if isinstance(inside, torch.Tensor) else [*inside]
     if "use_muon" in group:

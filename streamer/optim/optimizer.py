@@ -1,4 +1,4 @@
-"""`streamer.Optimizer`: an optimizer of any class, with everything checked when it is made.
+"""`streamer.Optimizer`: an optimizer of any class, with all checks at its construction.
 
 optimizer = streamer.Optimizer(torch.optim.Muon, model.parameters(), lr=1e-3)
 """
@@ -23,19 +23,19 @@ from streamer.optim.torch_optimizers import attach
 Kind = TypeVar("Kind", bound=TorchOptimizer)
 
 
-def Optimizer(  # noqa: N802  # it makes an object, as a class does
+def Optimizer(  # noqa: N802  # it constructs an object, as a class does
     kind: type[Kind], params: Iterable[Any], **options: Any
 ) -> Kind:
     """An optimizer of the class ``kind`` over parameters of a wrapped model; ``options`` are the class's own.
 
-    It is the object that ``kind(params, **options)`` would be, and takes the same exact steps on fp32
-    masters. The differences are in when things happen: an optimizer whose steps cannot be exact is refused
-    here, as is one whose state host memory has no room for; and state that the constructor makes
-    (`torch.optim.Adagrad`) is in fp32 from the start.
+    The result is the object ``kind(params, **options)``, and takes the same exact steps on fp32 masters.
+    Two things happen earlier. An optimizer whose steps cannot be exact is refused here, as is one whose state
+    does not fit in host memory. State that the constructor creates (`torch.optim.Adagrad`) is in fp32 from
+    the start.
 
     ``params`` are parameters, parameter groups or (name, parameter) pairs, of one wrapped model. Raises
     ValueError for parameters of no wrapped model or of two, RuntimeError for an optimizer that needs fp32
-    weights, and MemoryError.
+    weights, and MemoryError if the state does not fit.
     """
     items = [params] if isinstance(params, torch.Tensor) else [*params]
     stand_ins: dict[int, nn.Parameter] = {}
@@ -70,7 +70,7 @@ def _original_key(key: Any) -> Any:
 
 
 def _usual_call(kind: type[TorchOptimizer]) -> Call:
-    """A call of ``step``, with a closure where the class wants one."""
+    """A call of ``step``, with a closure if the class requires one."""
     parameters = inspect.signature(plain_step(kind)).parameters
     wants = "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty
     return Call((lambda: torch.ones(()),)) if wants else Call()

@@ -1,5 +1,5 @@
-"""An optimizer's moments: which optimizer owns them, where in host memory they are, whether saved moments fit
-there, and how moments of one dtype become those of another.
+"""An optimizer's moments: their owner, their place in host memory, whether saved moments fit there, and the
+conversion of moments between dtypes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _CODE_SHIFT, _SQ_CODES, _CODES = 20, 255, 127
 def convert(
     moments: Mapping[str, torch.Tensor], held_in: torch.dtype, wanted: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """A parameter's ``moments``, held in one of fp32, bf16 and int8, as another of these holds them, rounded
-    to nearest; the same tensors where that is the same. Shapes are those of `moments_of`."""
+    """Convert a parameter's ``moments`` between fp32, bf16 and int8, rounded to nearest. Returns the same
+    tensors if they have that dtype already. Shapes are those of `moments_of`."""
     if held_in == wanted:
         return dict(moments)
     exp_avg, exp_avg_sq = _widened(moments, held_in)
@@ -56,7 +56,7 @@ def _narrowed(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> dict[str, torc
     largest = _in_blocks(exp_avg_sq).amax(1).view(torch.int32)
     sq_scale = (largest - (_SQ_CODES << _CODE_SHIFT)).clamp(min=0).view(FP32)
     above = exp_avg_sq.contiguous().view(torch.int32) - _of_elements(sq_scale, exp_avg).view(torch.int32)
-    # what lies below the first code gets that one, lest an update have nothing to divide by
+    # values below the first code get that code: an update must not divide by zero
     sq_codes = ((above + (1 << (_CODE_SHIFT - 1))) >> _CODE_SHIFT).clamp(1, _SQ_CODES)
     return {
         "exp_avg": codes.clamp(-_CODES, _CODES).to(INT8),
@@ -75,18 +75,18 @@ def _in_blocks(values: torch.Tensor) -> torch.Tensor:
 
 
 def _of_elements(of_blocks: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Each block's value for each of its elements, in the shape of ``like``."""
+    """Each block's value repeated for its elements, in the shape of ``like``."""
     return of_blocks.repeat_interleave(QUANTUM)[: like.numel()].view(like.shape)
 
 
 _NAMES_OF_MOMENTS = frozenset(purpose.name for purpose in ALL_MOMENTS)
 
-#: A parameter, where it lives, and its saved state.
+#: A parameter, its home in host memory, and its saved state.
 Saved = tuple[torch.Tensor, Home, dict[str, Any] | None]
 
 
 def parse_state_dtype(given: torch.dtype | str) -> torch.dtype:
-    """The dtype that is meant by ``state_dtype=given``. Raises ValueError for others than the three."""
+    """The dtype for ``state_dtype=given``. Raises ValueError for any but the three."""
     for dtype in (FP32, BF16, INT8):
         if given in (dtype, str(dtype).removeprefix("torch.")):
             return dtype
@@ -94,7 +94,7 @@ def parse_state_dtype(given: torch.dtype | str) -> torch.dtype:
 
 
 def place_moments(executor: Executor, state_dtype: torch.dtype) -> frozenset[int]:
-    """The positions of the units whose moments go to disk, those that the model has now being given up.
+    """The positions of the units whose moments go to disk, after the model's current moments are freed.
 
     Raises MemoryError if there is no room.
     """
@@ -125,10 +125,10 @@ def take_over(
     homes: Sequence[Home], models: Iterable[Executor], state_dtype: torch.dtype, owner: object
 ) -> None:
     """Let ``owner`` update these parameters from now on, with zero moments; ``models`` are those that it has
-    not updated yet. Raises MemoryError, before anything is changed, if one of them has no room."""
+    not updated yet. Raises MemoryError, before any change, if one of them has no room."""
     placed = {executor: place_moments(executor, state_dtype) for executor in models}
     for executor in dict.fromkeys(home.executor for home in homes):
-        executor.wait_for_saving()  # of the moments that are given up or begun anew
+        executor.wait_for_saving()  # of the moments that are freed or cleared
     are_zero = set()
     for executor in placed:
         executor.synchronize()
@@ -144,7 +144,7 @@ def take_over(
 
 
 def _guarded(home: Home, moment: torch.Tensor, *, is_copy: bool = False) -> torch.Tensor:
-    """A moment for user code; a copy is not to be written."""
+    """A moment for user code; a copy must not be written."""
     access: weakref.ref[Access] = weakref.ref(home.executor)
     unit = home.unit.index
     if is_copy:
@@ -162,10 +162,10 @@ def is_owner(home: Home, owner: object) -> bool:
 
 
 def check_owner(home: Home, owner: object) -> None:
-    """Raise RuntimeError if another optimizer updates the parameter, ValueError for one that was frozen."""
+    """Raise RuntimeError if another optimizer updates the parameter, ValueError for a frozen one."""
     if not is_owner(home, owner):
         raise RuntimeError(
-            f"'{home.slice.param.name}' now belongs to an optimizer that was made later and has begun with "
+            f"'{home.slice.param.name}' now belongs to an optimizer created later, which has begun with "
             "moments of its own, or keeps those of its model in another state_dtype: use that one"
         )
     if not home.slice.param.trainable:
@@ -173,8 +173,8 @@ def check_owner(home: Home, owner: object) -> None:
 
 
 def moments_of(home: Home, state_dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A parameter's moments by name, each of which one machine holds: views of host memory, or copies of what
-    is on disk."""
+    """A parameter's moments by name, as far as this machine holds them: views of host memory, or copies of
+    moments on disk."""
     shard = home.executor.shard(home.unit)
     return {purpose.name: shard.part(purpose, home.slice) for purpose in MOMENTS[state_dtype]}
 
@@ -182,9 +182,9 @@ def moments_of(home: Home, state_dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def pair_saved(
     state_dict: dict[str, Any], groups: Sequence[dict[str, Any]], state_dtype: torch.dtype
 ) -> list[Saved]:
-    """Each trainable parameter of ``groups`` with what ``state_dict`` has saved for it, None for nothing.
+    """Each trainable parameter of ``groups`` with its state in ``state_dict``, None if it has none.
 
-    Raises ValueError if that is not laid out as ``state_dtype`` has it.
+    Raises ValueError if the layout of that state is not that of ``state_dtype``.
     """
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     params = [param for group in groups for param in group["params"]]
@@ -200,20 +200,20 @@ def pair_saved(
 
 
 class State(MutableMapping[str, Any]):
-    """The state of one parameter: its step, its moments and what the user has added.
+    """The state of one parameter: its step, its moments and the user's own entries.
 
-    Steps of a unit's parameters lie side by side (`Unit.steps`), to be read and counted in one operation.
-    Moments are shown as views of host memory, which updates use. So what is put in place of a moment (zeros
-    to begin anew, what was moved to another device) is copied there, and a moment cannot be taken out.
+    Steps of a unit's parameters are adjacent in memory (`Unit.steps`), to be read and counted in one
+    operation. Moments are views of the host memory that updates use. Assigning a moment (zeros to begin
+    anew, a tensor moved to another device) copies the value there, and a moment cannot be removed.
 
-    Of moments that are on disk, or may go there, or are divided among machines, each is asked for anew, and
-    what is on disk is shown as a copy. A write into a copy, or into what has gone to disk since, would reach
-    nothing: it is refused when the next update begins. Of what machines divide the copy is gathered from all
-    of them, in an exchange of all ranks, and a write into it is refused at once.
+    Moments that are on disk, may be evicted to disk, or are divided among machines are fetched on every read.
+    A moment on disk is a copy. A write into a copy, or into a view of memory since evicted to disk, would be
+    lost: the next update refuses it. A moment divided among machines is a copy gathered from all of them, by
+    a collective call of all ranks, and a write into it is refused at once.
     """
 
     def __init__(self, home: Home, state_dtype: torch.dtype, step: float = 0.0) -> None:
-        """With the moments as they are, and this ``step``."""
+        """With the current moments, and this ``step``."""
         self._home = home
         self._purposes = _purposes(state_dtype)
         #: the parameter's position in `Unit.steps`
@@ -221,7 +221,7 @@ class State(MutableMapping[str, Any]):
         self._values: dict[str, Any] = {"step": home.unit.steps[self.place].fill_(step)}
         #: the views, where moments stay in memory
         self._views: dict[str, torch.Tensor] = {}
-        #: what was shown otherwise, with its version, and whether it is a copy
+        #: the other tensors returned, each with its version, and whether it is a copy
         self._seen: list[tuple[weakref.ref[torch.Tensor], int, bool]] = []
         store = home.executor.store
         if not (store.can_move or store.is_divided):
@@ -230,15 +230,14 @@ class State(MutableMapping[str, Any]):
 
     @staticmethod
     def of(home: Home, state_dtype: torch.dtype, values: Mapping[str, Any]) -> State:
-        """A parameter's state with, once updates are done, ``values``."""
+        """A parameter's state with ``values``, set once updates are done."""
         state = State(home, state_dtype, float(values["step"]))
         for purpose in MOMENTS[state_dtype]:
             _set_moment(home, purpose, values[purpose.name])
         return state
 
     def check(self) -> None:
-        """Raise RuntimeError if the update that is about to be made would not see what the user has
-        written."""
+        """Raise RuntimeError if the next update would miss a write of the user's code."""
         if not self._seen:
             return
         seen, self._seen = self._seen, []
@@ -251,7 +250,7 @@ class State(MutableMapping[str, Any]):
                 continue
             raise RuntimeError(
                 f"a moment of '{self._home.slice.param.name}' was written in place, but it is on disk "
-                "and optimizer.state shows a copy: assign it (optimizer.state[p]['exp_avg'] = tensor)"
+                "and optimizer.state returns a copy: assign it (optimizer.state[p]['exp_avg'] = tensor)"
             )
 
     def _is_on_disk(self) -> bool:
@@ -264,7 +263,7 @@ class State(MutableMapping[str, Any]):
         return self._show(self._purposes[name]) if name in self._purposes else self._values[name]
 
     def _show(self, purpose: Purpose) -> torch.Tensor:
-        """A moment as it is now, where moments do not stay in memory."""
+        """The current value of a moment that does not stay in memory."""
         home = self._home
         shard = home.executor.shard(home.unit)
         home.executor.await_state(home.unit)
@@ -295,8 +294,8 @@ class State(MutableMapping[str, Any]):
     def __delitem__(self, name: str) -> None:
         if name == "step" or name in self._purposes:
             raise RuntimeError(
-                f"'{name}' cannot be taken out of the state of '{self._home.slice.param.name}': assign what "
-                "you want it to be, or begin anew (del optimizer.state[p])"
+                f"'{name}' cannot be removed from the state of '{self._home.slice.param.name}': assign what "
+                "its new value, or begin anew (del optimizer.state[p])"
             )
         del self._values[name]
 
@@ -344,8 +343,8 @@ def _set_moment(home: Home, purpose: Purpose, value: Any) -> None:
 def begin_state(
     home: Home, given: Mapping[str, Any], state_dtype: torch.dtype, *, was_updated: bool
 ) -> State:
-    """The state of a parameter that has none of ours: what is ``given`` by the user or, where that is empty,
-    zeros, as moments are that were never updated."""
+    """The state of a parameter without `State`: the entries ``given`` by the user or, if there are none,
+    zero moments."""
     if given or was_updated:
         home.executor.wait_for_saving()
         home.executor.synchronize()
@@ -359,7 +358,8 @@ def begin_state(
 
 
 def load_moments(saved: Iterable[Saved], state_dtype: torch.dtype) -> dict[torch.Tensor, State]:
-    """Copy what was saved into host memory, zeros for nothing; the optimizer's state that shows the copy."""
+    """Copy saved moments into host memory, zeros if there are none; returns the optimizer's state, whose
+    tensors are views of it."""
     state: dict[torch.Tensor, State] = {}
     for param, home, values in saved:
         if values is not None:
@@ -376,7 +376,7 @@ def _clear(home: Home, state_dtype: torch.dtype) -> None:
 
 
 def _check_moments(home: Home, saved: dict[str, Any], state_dtype: torch.dtype) -> None:
-    """Raise ValueError if what was ``saved`` for a parameter is not laid out as its moments are."""
+    """Raise ValueError if the layout of ``saved`` state is not that of the parameter's moments."""
 
     def described(dtype: torch.dtype, shape: Sequence[int]) -> tuple[Any, ...]:
         return (str(dtype).removeprefix("torch."), *shape)
@@ -389,6 +389,6 @@ def _check_moments(home: Home, saved: dict[str, Any], state_dtype: torch.dtype) 
     }
     if there != here:
         raise ValueError(
-            f"the state of '{home.slice.param.name}' is {there} and this optimizer keeps {here}: make AdamW "
+            f"the state of '{home.slice.param.name}' is {there} and this optimizer keeps {here}: use AdamW "
             "with the state_dtype that it was saved with"
         )

@@ -1,7 +1,7 @@
-"""Optimizers of PyTorch that are made of parameters of a wrapped model: their steps become those of `Replay`.
+"""Optimizers of PyTorch over parameters of a wrapped model: `Replay` takes their steps.
 
-PyTorch calls `Optimizer.add_param_group` for every group of every optimizer, whoever makes it. There `attach`
-looks at whether the parameters are those of a wrapped model.
+PyTorch calls `Optimizer.add_param_group` for every group of every optimizer. There `attach` checks whether
+the parameters belong to a wrapped model.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _add_param_group = Optimizer.add_param_group
 
 
 def attach(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
-    """Let `Replay` take the steps of ``optimizer``, if parameters of ``group`` are those of a wrapped model.
+    """Let `Replay` take the steps of ``optimizer``, if parameters of ``group`` belong to a wrapped model.
 
-    Raises ValueError if they are of two wrapped models, share the memory of one, or one is there twice.
+    Raises ValueError if they are of two wrapped models, share the memory of one, or include one twice.
     """
     params = group["params"]
     homes = [home for param in params if (home := home_of(param)) is not None]
     for param in params:
         if home_of(param) is None and shares_memory(param):
             raise ValueError(
-                "a parameter of the optimizer shares the memory of a wrapped model: give the optimizer the "
+                "a parameter of the optimizer shares the memory of a wrapped model: pass the optimizer the "
                 "model's own parameters"
             )
     if not homes or getattr(optimizer, "updates_host_shards", False):
@@ -42,22 +42,22 @@ def attach(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
     replay = vars(optimizer).get("_streamer")
     executors = {id(home.executor) for home in homes} | ({id(replay.executor)} if replay else set())
     if len(executors) > 1:
-        raise ValueError("an optimizer has parameters of two wrapped models: make one for each model")
+        raise ValueError("an optimizer has parameters of two wrapped models: create one for each model")
     if replay is None:
         vars(optimizer)["_streamer"] = Replay(homes[0].executor, optimizer)
-        # a GradScaler leaves its scale to the step, which takes it out in fp32
+        # GradScaler leaves the scale to the step, which removes it in fp32
         vars(optimizer)["_step_supports_amp_scaling"] = True
         # an attribute of the instance, as learning rate schedulers set one
         optimizer.step = MethodType(_step, optimizer)  # type: ignore[method-assign]
         optimizer.state_dict = MethodType(_state_dict, optimizer)  # type: ignore[method-assign]
         optimizer.load_state_dict = MethodType(_load_state_dict, optimizer)  # type: ignore[method-assign]
-        for name, method in (("train", _train), ("eval", _eval)):  # schedule-free ones change weights in them
+        for name, method in (("train", _train), ("eval", _eval)):  # schedule-free ones change weights here
             if hasattr(type(optimizer), name):
                 setattr(optimizer, name, MethodType(method, optimizer))
     vars(optimizer)["_streamer"].take_over(params)
 
 
-# `AdamW` calls what is wrapped, which has to be free of the compiler
+# `AdamW` calls the wrapped function, which must run outside the compiler
 @wraps(without_compiler(_add_param_group))
 def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
     without_compiler(_add_param_group)(self, param_group)
@@ -68,7 +68,7 @@ def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
         raise
 
 
-# PyTorch's own hooks on steps, and its profiler, work as for any step
+# PyTorch's hooks on steps, and its profiler, work as for any step
 @Optimizer.profile_hook_step
 def _step(self: Any, *arguments: Any, **options: Any) -> Any:
     return self._streamer.step(self, arguments, options)
@@ -92,12 +92,12 @@ def _eval(self: Any) -> None:
 
 
 def _check_attached(optimizer: Optimizer, arguments: Any, options: Any) -> None:
-    """Raise RuntimeError for a step of an optimizer that was made before its model was wrapped."""
+    """Raise RuntimeError for a step of an optimizer created before its model was wrapped."""
     if getattr(optimizer, "updates_host_shards", False) or "_streamer" in vars(optimizer):
         return
     if any(home_of(param) is not None for group in optimizer.param_groups for param in group["params"]):
         raise RuntimeError(
-            f"this {type(optimizer).__name__} was made before streamer.wrap: make it after, of "
+            f"this {type(optimizer).__name__} was created before streamer.wrap: create it after, with "
             "model.parameters()"
         )
 

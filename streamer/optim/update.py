@@ -1,4 +1,4 @@
-"""The update of one host shard: which kernel for which dtypes, in one launch over parameters alike."""
+"""The update of one host shard: the kernel for each dtype, in one launch over adjacent parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from streamer.store.shares import within
 
 
 class ParamUpdate(NamedTuple):
-    """The update of one parameter; ``summed`` if its gradient is the fp32 sum of several."""
+    """The update of one parameter; ``summed`` if its gradient is an fp32 sum of several."""
 
     slice: Slice
     hyper: native.Hyper
@@ -30,17 +30,17 @@ class ParamUpdate(NamedTuple):
 
 class Launches:
     """The kernel launches that update parameters of one unit, with moments of ``state_dtype``. They stay the
-    same for as long as the same parameters have gradients and share hyperparameters.
+    same as long as the same parameters have gradients and share hyperparameters.
 
-    ``params`` are the slice of each, the number of its hyperparameters among those that are given, and
-    whether its gradient is the fp32 sum of several.
+    ``params`` has, for each parameter, its slice, the index of its hyperparameters, and whether its gradient
+    is an fp32 sum of several.
     """
 
     def __init__(self, params: Iterable[tuple[Slice, int, bool]], state_dtype: torch.dtype) -> None:
         self.state_dtype = state_dtype
         self._params = [*params]
-        # One launch for all parameters of a dtype; where units mix dtypes, for those at the same distance
-        # between their places in the weights and in the state.
+        # One launch for all parameters of a dtype. A unit of mixed dtypes needs one for each distance between
+        # a parameter's places in the weights and in the state.
         alike: dict[tuple[torch.dtype, int, bool], list[tuple[Slice, int]]] = defaultdict(list)
         for slice, number, is_summed in sorted(self._params, key=lambda each: each[0].index):
             alike[slice.dtype, slice.distance, is_summed].append((slice, number))
@@ -51,8 +51,8 @@ class Launches:
         self._nbytes: dict[range, int] = {}
 
     def nbytes(self, elements: range) -> int:
-        """Bytes of host memory that are read and written where only these ``elements`` of the unit's state
-        are updated."""
+        """Bytes of host memory read and written by an update of only these ``elements`` of the unit's
+        state."""
         if elements not in self._nbytes:
             self._nbytes[elements] = sum(
                 max(0, min(slice.index + slice.padded, elements.stop) - max(slice.index, elements.start))
@@ -62,13 +62,13 @@ class Launches:
         return self._nbytes[elements]
 
     def only(self, which: Iterable[bool]) -> Launches:
-        """For those of the parameters alone that ``which`` says."""
+        """The launches for those parameters for which ``which`` is True."""
         return Launches(compress(self._params, which), self.state_dtype)
 
 
 class _Row(NamedTuple):
-    """Elements ``start`` to ``stop`` of a unit's state that are updated with the hyperparameters of a number.
-    With ``block`` their scales begin."""
+    """Elements ``start`` to ``stop`` of a unit's state, with the index of their hyperparameters. Their scales
+    start at ``block``."""
 
     start: int
     stop: int
@@ -77,12 +77,12 @@ class _Row(NamedTuple):
 
 
 class _Launch:
-    """One launch, for parameters that lie in the weights as they lie in the state, each with the number of
+    """One launch, for parameters in the same order in the weights and in the state, each with the index of
     its hyperparameters.
 
     Neighbours with the same hyperparameters are one row, padding included. With ``by_parameter`` each
-    parameter is one, without padding: 8-bit blocks belong to one parameter, and random bits are counted from
-    its beginning, whatever else is updated with it.
+    parameter is one row, without padding: an 8-bit block belongs to one parameter, and random bits are
+    counted from the parameter's start, independent of the other parameters in the launch.
     """
 
     def __init__(self, params: Sequence[tuple[Slice, int]], *, is_summed: bool, by_parameter: bool) -> None:
@@ -100,7 +100,7 @@ class _Launch:
         self._within: dict[range, tuple[Stretch, list[_Row]]] = {}
 
     def within(self, elements: range) -> tuple[Stretch, list[_Row]]:
-        """What of the launch is for these elements of the unit's state: all of it, and the rows."""
+        """The launch's stretch and rows, restricted to these elements of the unit's state."""
         if elements not in self._within:
             here = within(self.whole, elements)
             rows = []
@@ -114,7 +114,7 @@ class _Launch:
 
 
 class UnitUpdate(NamedTuple):
-    """An update of parameters of one unit: ``hypers`` by their number."""
+    """An update of parameters of one unit; each refers to one of ``hypers`` by index."""
 
     launches: Launches
     hypers: Sequence[native.Hyper]
@@ -129,8 +129,8 @@ class UnitUpdate(NamedTuple):
 
 @cache
 def _element_bytes(dtype: torch.dtype, state_dtype: torch.dtype, summed: bool) -> int:
-    # weight and moments are read and written, as is the remainder of a split master (2 bytes) or a whole fp32
-    # master (4) beside them; the gradient is read; scales of 8-bit moments do not count
+    # Weight and moments are read and written, as are the remainder of a split master (2 bytes) and a whole
+    # fp32 master (4). The gradient is read. Scales of 8-bit moments do not count.
     beside = {FP32: 0, BF16: 2, FP16: 4}[dtype]
     gradient = FP32.itemsize if summed else dtype.itemsize
     return 2 * (dtype.itemsize + beside + 2 * state_dtype.itemsize) + gradient
@@ -146,7 +146,7 @@ def check_state_dtype(param: Param, state_dtype: torch.dtype) -> None:
 
 
 def warm_up(layouts: Sequence[Layout], state_dtype: torch.dtype) -> None:
-    """Load, or compile, the kernels that models of these layouts may need, on parameters of one element."""
+    """Load, or compile, the kernels that models of these layouts may need, on one-element parameters."""
     dtypes = {slice.param.dtype for layout in layouts for slice in layout.trainable}
     small = Layout.of(Param("", (1,), dtype, True) for dtype in dtypes)
     store = HostStore([small], lambda nbytes, *, pinned: torch.zeros(nbytes, dtype=torch.uint8))
@@ -173,12 +173,12 @@ def update_shard(
     seed: int = 0,
     gradient: torch.Tensor | None = None,
 ) -> None:
-    """AdamW on parameters of ``shard``, with moments as `MOMENTS` says for the dtype of their state; of a
-    `Window`, on what of them is in its chunk.
+    """AdamW on parameters of ``shard``, with moments as `MOMENTS` defines for the dtype of their state; for a
+    `Window`, on the part of them in its chunk.
 
-    The gradient, ``shard``'s or the one given (flat uint8, in the shard's layout), is multiplied by
-    ``grad_scale`` first. Moments below fp32 are rounded with random bits that follow from ``seed``; give
-    every unit another.
+    The gradient, ``shard``'s or the argument's (flat uint8, in the shard's layout), is multiplied by
+    ``grad_scale`` first. Moments below fp32 are rounded with random bits derived from ``seed``, which must
+    differ between units.
     """
     shard.about_to_change()
     for launch in update.launches.each:
@@ -199,7 +199,7 @@ def all_finite(gradient: torch.Tensor, stretches: Iterable[Stretch]) -> bool:
 
 
 def _array(stretch: Stretch, buffer: torch.Tensor) -> Any:
-    """A stretch of a flat uint8 buffer of weights or gradients as the kernels take it."""
+    """A stretch of a flat uint8 buffer of weights or gradients, in the form that the kernels take."""
     return array(buffer)[stretch.offset : stretch.offset + stretch.nbytes].view(_IN_NUMPY[stretch.dtype])
 
 
@@ -216,8 +216,8 @@ def _run(
     seed: int,
     origin: int,
 ) -> None:
-    """Launch a kernel for the ``rows`` of an ``update``, which are ``here``: from element ``origin`` on of a
-    launch that makes the whole of it."""
+    """Launch a kernel for the ``rows`` of ``update`` on the stretch ``here``, which starts at element
+    ``origin`` of the whole launch."""
 
     def state(purpose: Purpose) -> Any:
         begin = here.index - shard.begin(purpose)

@@ -339,7 +339,7 @@ def test_an_optimizer_of_another_model_or_of_the_past(
         with pytest.raises(ValueError, match="of another model"):
             act()
     streamer.AdamW(one.model.parameters())
-    with pytest.raises(RuntimeError, match="made later"):
+    with pytest.raises(RuntimeError, match="created later"):
         one.load(pair[1])
     assert list(tmp_path.iterdir()) == []
 

@@ -421,14 +421,14 @@ def updates_in_backward() -> Optimizer:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (two_models, ValueError, "parameters of two wrapped models: make one for each"),
+        (two_models, ValueError, "parameters of two wrapped models: create one for each"),
         (twice, ValueError, "in the optimizer twice"),
         (
             view,
             ValueError,
-            "shares the memory of a wrapped model: give the optimizer the model's own parameters",
+            "shares the memory of a wrapped model: pass the optimizer the model's own parameters",
         ),
-        (made_before, RuntimeError, "made before streamer.wrap"),
+        (made_before, RuntimeError, "created before streamer.wrap"),
         (updates_in_backward, RuntimeError, "looks at all parameters together.*update='step'"),
     ],
 )

@@ -178,7 +178,7 @@ def test_update_in_backward_refuses_a_scaler() -> None:
         optimizer = streamer.AdamW(model.parameters())
         scaling = scaler()
         scaling.scale(language_loss(model, 0)).backward()
-        with pytest.raises(RuntimeError, match=r"before GradScaler could take its scale out"):
+        with pytest.raises(RuntimeError, match=r"before GradScaler could unscale the gradients"):
             scaling.step(optimizer)
 
 

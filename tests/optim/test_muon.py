@@ -42,7 +42,7 @@ def test_a_group_says_which_parameters_are_muons() -> None:
     matrix, vector = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3))
     optimizer = streamer.Muon([{"params": [matrix], "use_muon": True}, {"params": [vector], "lr": 1e-2}])
     assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
-    with pytest.raises(ValueError, match="use_muon=True has a parameter that is no matrix"):
+    with pytest.raises(ValueError, match="use_muon=True has a parameter that is not a matrix"):
         streamer.Muon([{"params": [vector], "use_muon": True}])
 
 

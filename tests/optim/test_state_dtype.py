@@ -176,7 +176,7 @@ def test_state_of_another_dtype_is_refused_and_nothing_changes() -> None:
         optimizer = streamer.AdamW(model.parameters(), lr=0.25, state_dtype=torch.bfloat16)
         losses(model, optimizer, range(2))
         before = copy.deepcopy(optimizer.state_dict())
-        with pytest.raises(ValueError, match=r"'exp_avg_sq_scale'.*make AdamW with the state_dtype"):
+        with pytest.raises(ValueError, match=r"'exp_avg_sq_scale'.*use AdamW with the state_dtype"):
             optimizer.load_state_dict(saved)
         after = optimizer.state_dict()
         torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
@@ -192,7 +192,7 @@ def test_a_later_optimizer_may_keep_them_otherwise_and_the_first_is_told() -> No
         numel = sum(shard.layout.state_numel for shard in wrapped(model).executor.store.shards)
         assert with_fp32 - sum(streamer.stats(model).host_bytes.values()) > 5.8 * numel
         language_loss(model, 0).backward()
-        with pytest.raises(RuntimeError, match="belongs to an optimizer that was made later"):
+        with pytest.raises(RuntimeError, match="belongs to an optimizer created later"):
             first.step()
         later.step()
 

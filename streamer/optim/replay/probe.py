@@ -1,9 +1,9 @@
-"""Which way of taking a step is exact for an optimizer: a few steps on tiny tensors, compared with plain
-ones.
+"""Find which way of taking a step is exact for an optimizer: a few steps on tiny tensors, compared with plain
+steps.
 
-The optimizer's class takes eight steps with the optimizer's own options on a few tensors of some elements
-each, as PyTorch would take them and in each `Way`. A way is exact if parameters, state, groups and attributes
-are equal to the bit after every step.
+The optimizer's class takes eight steps with the optimizer's options on a few tensors of some elements each,
+once as PyTorch takes them and once in each `Way`. A way is exact if parameters, state, groups and attributes
+are bitwise equal after every step.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from torch.optim.optimizer import Optimizer
 from streamer.optim.replay.shadow import CoupledError, StandIns, Values, same, stand_in_for
 from streamer.optim.replay.step import Call, Step, Way
 
-#: Sizes of gradients, by step: thresholds of clipping in optimizers are passed in both directions.
+#: Scales of the gradients, by step: they cross the clipping thresholds of optimizers in both directions.
 _SIZES = (1e-3, 1e-2, 1.0, 30.0, 0.1, 1e-2, 1e-3, 1.0)
-#: Parameters of one number of dimensions that are taken from a group, and the size of their longest
-#: dimension.
+#: Parameters taken from a group for each number of dimensions, and the size of their longest dimension.
 _OF_EACH, _LONGEST = 3, 16
 
 
 def way_of(optimizer: Optimizer, call: Call) -> Way:
-    """The first `Way` of taking the steps of ``optimizer`` that is exact; ``call`` is how ``step`` is called.
+    """The first exact `Way` to take the steps of ``optimizer``; ``call`` is a call of its ``step``.
 
-    Raises CoupledError if none is, and what the optimizer's ``step`` raises on such tensors.
+    Raises CoupledError if none is exact, and any error of the optimizer's ``step`` on such tensors.
     """
     random = torch.get_rng_state()
     try:
@@ -39,14 +38,14 @@ def way_of(optimizer: Optimizer, call: Call) -> Way:
         reasons = []
         for way in Way:
             if draws and way is not Way.WHOLE:
-                continue  # another order of parameters would draw other numbers
+                continue  # another order of parameters would draw other random numbers
             with torch.random.fork_rng(devices=[]):
                 tried = _Run(optimizer, call, with_state=with_state)
                 try:
                     tried.run(way)
                 except (
                     Exception
-                ) as error:  # any error of an optimizer's own code says that it is not this way
+                ) as error:  # any error of the optimizer's own code rules this way out
                     reasons.append(str(error).rstrip("."))
                     continue
             if not (different := plain.differing(tried)):
@@ -58,8 +57,8 @@ def way_of(optimizer: Optimizer, call: Call) -> Way:
 
 
 def _plainly(optimizer: Optimizer, call: Call) -> tuple[_Run, bool]:
-    """A run as PyTorch would take the steps, and whether it has begun with state, which some constructors
-    make (Adagrad's). Raises what the optimizer raises."""
+    """A run of steps as PyTorch takes them, and whether it began with state, which some constructors create
+    (Adagrad's). Raises any error of the optimizer."""
     try:
         run = _Run(optimizer, call, with_state=False)
         run.run_plainly()
@@ -71,7 +70,7 @@ def _plainly(optimizer: Optimizer, call: Call) -> tuple[_Run, bool]:
 
 
 def ready(shadow: Optimizer) -> Optimizer:
-    """``shadow`` in the mode for steps, which schedule-free optimizers have."""
+    """Put ``shadow`` in the mode for steps, which schedule-free optimizers have."""
     if hasattr(shadow, "train"):
         shadow.train()
     return shadow
@@ -81,7 +80,7 @@ class _Run:
     """Steps on tiny tensors by a shadow of ``optimizer``."""
 
     def __init__(self, optimizer: Optimizer, call: Call, *, with_state: bool) -> None:
-        """The state is empty to begin with, or ``with_state`` that of the optimizer in small."""
+        """The state is empty at first, or a small copy of the optimizer's if ``with_state``."""
         self._call = call
         self._sizes = _small_sizes(optimizer)
         generator = torch.Generator().manual_seed(0)
@@ -105,7 +104,7 @@ class _Run:
         return nn.Parameter(torch.randn(shape, generator=generator) * 0.1)
 
     def _small_state(self, param: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state in the shapes of the small parameter; empty where these do not follow from its shape."""
+        """The state in the shapes of the small parameter; empty if they cannot be derived from its shape."""
         small = dict[str, Any]()
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.numel() > 1:
@@ -146,7 +145,7 @@ class _Run:
             self.seen.append([param.detach().clone() for param in self.params])
 
     def differing(self, other: _Run) -> str:
-        """What differs from another run, empty if nothing does."""
+        """The name of a difference from another run, empty if there is none."""
         if not same(self.seen, other.seen):
             return "a parameter"
         if names := Values.of(self.optimizer).differing(Values.of(other.optimizer)):
@@ -156,7 +155,7 @@ class _Run:
 
 
 class _TinyPart:
-    """A part whose masters are tensors, shown in memory that holds NaN otherwise."""
+    """A part whose masters are tensors; the memory that shows them holds NaN between steps."""
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.params = params
@@ -177,7 +176,7 @@ class _TinyPart:
 
 
 def _in_parts(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parts of two parameters and of one, in turn."""
+    """Parts of two parameters and of one, alternating."""
     return [
         [param for _, param in part] for _, part in groupby(enumerate(params), lambda each: each[0] * 2 // 3)
     ]
@@ -196,8 +195,8 @@ def _chosen(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _small_sizes(optimizer: Optimizer) -> dict[int, int]:
-    """For each size of a dimension a small one. Equal sizes stay equal, and longer ones longer, as far as
-    there are so few."""
+    """A small size for each size of a dimension. Equal sizes stay equal, and longer ones longer, as far as
+    the small sizes suffice."""
     params = _chosen(optimizer)
     sizes = sorted({size for param in params for size in param.shape})
     return {size: min(size, _LONGEST, 3 + 2 * place) for place, size in enumerate(sizes)}

@@ -5,7 +5,7 @@
     optimizer.step()
 
 `step` queues an update for each unit and returns, as `streamer.AdamW.step` does. The update of a unit, in the
-HOST lane, goes through the unit's parameters in parts of a few million elements: masters and gradients of a
+HOST lane, goes through the unit's parameters in parts of a few million elements. Masters and gradients of a
 part are widened into a scratch buffer, the optimizer's own class takes a step on them, and the masters are
 split again. See `streamer.optim.replay.step`.
 """
@@ -62,12 +62,12 @@ class Replay:
         self._optimizer = weakref.ref(optimizer)
         self._stand_ins: dict[int, nn.Parameter] = {}
         self._states = StateInMemory(optimizer)
-        #: the parameters whose state is on disk, by their identity
+        #: the identities of the parameters whose state is on disk
         self._on_disk = set[int]()
-        #: the parameters that `prepare` has looked at, by their identity
+        #: the identities of the parameters that `prepare` has checked
         self._known: list[int] = []
         self._way: Way | None = None
-        #: why no `Way` is exact; empty where one is, or none was looked for yet
+        #: why no `Way` is exact; empty if one is, or before the search
         self._refusal = ""
         #: the step whose updates backward has begun (``update="backward"``)
         self._begun: Step | None = None
@@ -77,8 +77,7 @@ class Replay:
             executor.gradients.early.add(self._update_on_landing)
 
     def take_over(self, params: Iterable[nn.Parameter]) -> None:
-        """Be the one optimizer that updates ``params`` in backward; one that was made before does not any
-        more."""
+        """Become the one optimizer that updates ``params`` in backward, in place of an earlier one."""
         if not self.executor.gradients.are_kept:
             names = {home.slice.param.name: self for param in params if (home := home_of(param)) is not None}
             self.executor.updated_by.update(names)
@@ -86,12 +85,12 @@ class Replay:
     # before the first step
 
     def prepare(self, optimizer: Optimizer, call: Call) -> None:
-        """Find out how steps are taken, and whether host memory has room for the optimizer's state.
+        """Find a way to take steps, and check that the optimizer's state fits in host memory.
 
         Raises RuntimeError for an optimizer whose steps cannot be taken on 16-bit weights, MemoryError if
-        there is no room, and what the optimizer raises for a step on tiny tensors.
+        the state does not fit, and any error of the optimizer in a step on tiny tensors.
         """
-        if not isinstance(optimizer.state, WaitingState):  # as new, or replaced by the user's code
+        if not isinstance(optimizer.state, WaitingState):  # new, or replaced by the user's code
             _widen_state(optimizer)
             optimizer.state = WaitingState(optimizer.state)
         if self._is_known(optimizer):
@@ -113,15 +112,15 @@ class Replay:
             is_alone = executor.ranks.is_alone
             if self._way is not Way.PARTS and not is_alone and None in map(home_of, _params(optimizer)):
                 raise RuntimeError(
-                    f"{kind.__name__} looks at all parameters together, and of several ranks one takes its "
-                    "step: make another optimizer for the parameters outside of the wrapped model"
+                    f"{kind.__name__} looks at all parameters together, and only one of several ranks takes "
+                    "its step: use another optimizer for the parameters outside of the wrapped model"
                 )
             self._require_room(optimizer, call)
             self._drop_state_of_others(optimizer)
         self._known = [*map(id, _params(optimizer))]
 
     def _is_known(self, optimizer: Optimizer) -> bool:
-        """Whether `prepare` has looked at the optimizer with the parameters that it has now."""
+        """Whether `prepare` has checked the optimizer with its current parameters."""
         for param in _params(optimizer):
             if id(param) not in self._stand_ins:
                 self._stand_ins[id(param)] = stand_in_for(param)
@@ -138,7 +137,7 @@ class Replay:
         self._refusal = why
 
     def _require_room(self, optimizer: Optimizer, call: Call) -> None:
-        """Raise MemoryError unless host memory, and the disk of the model, have room for the state."""
+        """Raise MemoryError unless the state fits in host memory and the model's disk."""
         executor = self.executor
         of_units = self._parts(optimizer, self._members(optimizer))
         parts = [*chain(*of_units.values())]
@@ -165,7 +164,7 @@ class Replay:
         executor.optimizer_state_on_disk[self] = on_disk
 
     def _spill(self, optimizer: Optimizer, params: set[int]) -> None:
-        """Have the state of these parameters on disk."""
+        """Spill the state of these parameters to disk."""
         state = cast(WaitingState, optimizer.state)
         spill = state.spill = state.spill or Spill(self.executor.store)
         self._on_disk = params
@@ -180,8 +179,8 @@ class Replay:
         return members_of(optimizer, (self.executor.root, *self.executor.units))
 
     def _parts(self, optimizer: Optimizer, members: Mapping[int, Sequence[Member]]) -> dict[int, list[Part]]:
-        """Parts of those of ``members`` that this rank updates, by unit, each with its place in the scratch.
-        Of ranks each has all units."""
+        """The parts of those of ``members`` that this rank updates, by unit, each with its place in the
+        scratch. Every rank has all units."""
         mine = {
             index: [each for each in of_unit if self._is_mine(each[1])] for index, of_unit in members.items()
         }
@@ -199,14 +198,14 @@ class Replay:
         return home.slice.index in self.executor.shard(home.unit).updated.elements
 
     def check_ranks(self, name: str) -> None:
-        """Raise RuntimeError for several ranks that have what streamer.AdamW alone can update."""
+        """Raise RuntimeError if there are several ranks and only streamer.AdamW supports the set-up."""
         executor = self.executor
         store = executor.store
         has_moments = store.is_divided and store.holds_some(ALL_MOMENTS)
         if not executor.ranks.is_alone and (store.has_disks or has_moments):
             raise RuntimeError(
-                f"{name} of several ranks needs its state in memory, and to be made before streamer.AdamW: "
-                "wrap without disk, or use streamer.AdamW for all parameters"
+                f"{name} on several ranks needs its state in memory, and must be created before "
+                "streamer.AdamW: wrap without disk, or use streamer.AdamW for all parameters"
             )
 
     # a step
@@ -217,7 +216,7 @@ class Replay:
         executor = self.executor
         if executor.released:
             raise RuntimeError(
-                "the model that this optimizer updates was unwrapped: make a new optimizer for a plain model"
+                "the model that this optimizer updates was unwrapped: create an optimizer for the plain model"
             )
         bound = inspect.signature(plain_step(type(optimizer))).bind(optimizer, *arguments, **options)
         closure = bound.arguments.get("closure")
@@ -244,7 +243,7 @@ class Replay:
         overflows, factor = _of_scaler(optimizer)
         if self._begun is not None and factor != 1:
             raise RuntimeError(
-                "update='backward' has updated the layers before GradScaler could take its scale out: wrap "
+                "update='backward' has updated layers before GradScaler could unscale the gradients: wrap "
                 "with update='step', or train in bfloat16 without a scaler"
             )
         if overflows:
@@ -267,7 +266,7 @@ class Replay:
         return result
 
     def _updates(self, optimizer: Optimizer, step: Step, scale: float | None) -> dict[int, _UnitUpdate]:
-        """By unit, the updates of the parameters that have a gradient, or of all where ``scale`` is None."""
+        """By unit, the updates of the parameters with a gradient, or of all if ``scale`` is None."""
         members = self._members(optimizer)
         if scale is not None:
             members = {
@@ -288,11 +287,11 @@ class Replay:
     def _step_together(
         self, step: Step, updates: Mapping[int, _UnitUpdate], elsewhere: Sequence[Masters], told: str
     ) -> Any:
-        """Update all parameters by one step, and wait for it; of ranks, one of each machine takes it."""
+        """Update all parameters in one step, and wait for it; one rank of each machine takes the step."""
         executor = self.executor
         executor.synchronize()
         together = _TogetherUpdate(executor, updates, elsewhere, step, paged=self._way is Way.PAGED)
-        # the update that is issued first updates all units
+        # the update issued first updates all units
         work: dict[int, tuple[WholeUpdate, int]] = {
             index: (_Nothing(update.params), 0) for index, update in updates.items()
         }
@@ -317,7 +316,7 @@ class Replay:
 
     def call(self, optimizer: Optimizer, method: str) -> None:
         """Call a method without arguments that may change weights and state (``eval`` of schedule-free
-        ones)."""
+        optimizers)."""
         with torch.no_grad(), unguarded():
             if self._refusal or (self._way is None and not dict.keys(optimizer.state)):
                 getattr(type(optimizer), method)(optimizer)  # without state it changes no weights
@@ -329,8 +328,8 @@ class Replay:
             step.adopt()
 
     def state_dict(self, optimizer: Optimizer, *, from_disk: bool = True) -> dict[str, Any]:
-        """``optimizer.state_dict()``, with the state of all ranks, which all come here. With ``from_disk``
-        tensors on disk are read, else there is an `OnDisk` in their place."""
+        """``optimizer.state_dict()``, with the state of all ranks; every rank must call it. ``from_disk``
+        reads tensors on disk, otherwise an `OnDisk` stands in their place."""
         held = cast(WaitingState, optimizer.state)
         if not self.executor.ranks.is_alone:
             optimizer.state = self._state_of_all(optimizer)
@@ -358,8 +357,8 @@ class Replay:
                 dict.pop(optimizer.state, param, None)
 
     def load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """``optimizer.load_state_dict(state_dict)``. The state is in fp32 on the host, for PyTorch casts it
-        to what its parameters are, which are stand-ins here."""
+        """``optimizer.load_state_dict(state_dict)``. PyTorch casts the state to the device and dtype of the
+        parameters. Here these are stand-ins, so the state is in fp32 on the host."""
         params = [*_params(optimizer)]
         self._is_known(optimizer)
         param_of = {id(self._stand_ins[id(param)]): param for param in params}
@@ -389,7 +388,7 @@ class Replay:
 
     @as_plain
     def _update_on_landing(self, unit: Unit, used: Sequence[bool]) -> Update | None:
-        """The update of ``unit`` in backward, from gradients of those of its parameters that are ``used``."""
+        """The update of ``unit`` in backward, from the gradients of its ``used`` parameters."""
         optimizer = self._optimizer()
         if optimizer is None:
             return None
@@ -430,7 +429,7 @@ class Replay:
     # optimizers that need fp32 weights
 
     def _step_in_place(self, optimizer: Optimizer, bound: inspect.BoundArguments, closure: Any) -> Any:
-        """A step on fp32 weights where they are, once all work on them is done."""
+        """A step on fp32 weights in their own memory, once all work on them is done."""
         executor = self.executor
         overflows, factor = _of_scaler(optimizer)
         if overflows:
@@ -449,13 +448,13 @@ class Replay:
         try:
             return plain_step(type(optimizer))(*bound.args, **bound.kwargs)
         finally:
-            # an optimizer may write weights without telling autograd
+            # an optimizer may write weights without autograd's knowledge
             torch.autograd.graph.increment_version([*_params(optimizer)])
             executor.fit_budget()
             executor.end_pass()
 
     def _settle(self, optimizer: Optimizer) -> None:
-        """Let gradients and weights be as the optimizer is to find them."""
+        """Prepare gradients and weights for the optimizer's step."""
         executor = self.executor
         executor.check_thread(executor.caller())
         for index in self._members(optimizer):
@@ -467,7 +466,7 @@ class Replay:
 
 
 class _Elsewhere:
-    """Parameters that are in no wrapped model: their own masters."""
+    """Parameters outside of every wrapped model: they are their own masters."""
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.params = params
@@ -496,9 +495,9 @@ class _UnitUpdate(WholeUpdate):
         self.scratch = scratch
         self.scale = scale
         self.step = step
-        #: the part that is updated next in another unit, if there is one
+        #: the part that is updated next in another unit, if any
         self.following: Sequence[Part] = ()
-        #: by the identity of a parameter, its number in its unit
+        #: a parameter's index in its unit, by the parameter's identity
         self.positions: Mapping[int, int] = {}
 
     @property
@@ -543,7 +542,7 @@ class _TogetherUpdate(WholeUpdate):
         self._elsewhere = elsewhere
         self._step = step
         self._paged = paged
-        #: what the optimizer's step returned
+        #: the result of the optimizer's step
         self.result: Any = None
 
     def __call__(self, shard: HostShard) -> None:
@@ -563,21 +562,21 @@ class _TogetherUpdate(WholeUpdate):
 
 
 class _Nothing(WholeUpdate):
-    """The update of a unit that another one's update makes."""
+    """The empty update of a unit that another unit's update includes."""
 
     def __call__(self, shard: HostShard) -> None:
         pass
 
 
 def _of_scaler(optimizer: Optimizer) -> tuple[bool, float]:
-    """Whether a GradScaler has found a gradient that is not finite, and what it wants gradients multiplied
-    by."""
+    """Whether GradScaler has found a gradient that is not finite, and the factor that it wants gradients
+    multiplied by."""
     found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     return found_inf is not None and bool(found_inf.item()), 1.0 if scale is None else 1 / float(scale)
 
 
 def _call(bound: inspect.BoundArguments, closure: Callable[[], Any] | None) -> Call:
-    """The call of a step with ``closure`` in place of the user's."""
+    """The call of a step with ``closure`` in place of the user's closure."""
     arguments = {**bound.arguments}
     if closure is not None:
         arguments["closure"] = closure
@@ -591,8 +590,8 @@ def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 
 def _widen_state(optimizer: Optimizer) -> None:
-    """Let state that the optimizer's constructor has made in the dtype of 16-bit weights, on their device, be
-    in fp32 on the host."""
+    """Move state that the optimizer's constructor created in the dtype and on the device of 16-bit weights to
+    fp32 on the host."""
     for param in [*dict.keys(optimizer.state)]:
         if isinstance(param, torch.Tensor) and home_of(param) is not None:
             state = dict.__getitem__(optimizer.state, param)

@@ -1,4 +1,4 @@
-"""Bytes of the state that an optimizer will make for a parameter, before it makes any."""
+"""Bytes of the state that an optimizer will create for a parameter, before it creates any."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from streamer.torch_private import storage_id, without_values
 
 
 def state_bytes(optimizer: Optimizer, param: torch.Tensor, call: Call) -> int:
-    """Bytes of host memory that the state of ``param`` takes after a step, in fp32: by a step of the
-    optimizer's class on a tensor without values, or on ones where the class needs values."""
+    """Bytes of host memory for the state of ``param`` after a step, in fp32. A step of the optimizer's class
+    on a tensor without values decides, or on a tensor of ones if the class needs values."""
     try:
         with without_values():
             return _after_a_step(optimizer, param, call)
-    except Exception:  # any error of an optimizer's own code: it looks at values, which such tensors lack
+    except Exception:  # any error of an optimizer's own code: it reads values, which such tensors lack
         return _after_a_step(optimizer, param, call)
 
 
 def needed_by(optimizer: Optimizer, is_counted: Callable[[nn.Parameter], bool], call: Call) -> dict[int, int]:
-    """Bytes of the state of each parameter that ``is_counted``, by its identity."""
+    """Bytes of the state of each parameter that ``is_counted`` selects, by the parameter's identity."""
     of_shape: dict[tuple[int, torch.Size], int] = {}
     needed = dict[int, int]()
     for number, group in enumerate(optimizer.param_groups):
@@ -39,8 +39,8 @@ def needed_by(optimizer: Optimizer, is_counted: Callable[[nn.Parameter], bool], 
 
 
 def beyond(units: Iterable[Sequence[int]], needed: Mapping[int, int], room: int) -> set[int]:
-    """The parameters whose state goes to disk, where ``room`` bytes of memory are left for state: those of
-    the units that do not fit, of which the first are the first to be updated. [Note: placement]"""
+    """The parameters whose state goes to disk, if ``room`` bytes of memory are left for state: those of the
+    units that do not fit. The units updated first go first. [Note: placement]"""
     gone = set[int]()
     for params in units:
         nbytes = sum(needed[param] for param in params)

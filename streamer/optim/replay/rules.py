@@ -1,8 +1,8 @@
-"""Optimizers whose step on one parameter is one of our kernels: Adam and AdamW, SGD with momentum, Lion, the
-AdamW in Muon.
+"""Optimizers with a step on one parameter that is one of our kernels: Adam and AdamW, SGD with momentum,
+Lion, the AdamW in Muon.
 
-A rule makes the state that the optimizer's class would make, and updates it as the class would: SGD and Lion
-to the bit, Adam and AdamW within some last places, rounded less often (`streamer_native.adam`).
+A rule creates and updates the same state as the optimizer's class. SGD and Lion are bitwise equal. Adam and
+AdamW differ in the last places, since they round less often (`streamer_native.adam`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from streamer.store.shard import array
 
 
 class Memory(NamedTuple):
-    """One parameter's ``weight`` and ``gradient``, flat. ``beside`` makes a master of a 16-bit weight: the
-    remainder of a bf16 one, the fp32 master of an fp16 one. The gradient is multiplied by ``scale`` first.
-    The state is in the parameter's ``shape``."""
+    """One parameter's ``weight`` and ``gradient``, flat. ``beside`` completes a 16-bit weight to a master: it
+    is the remainder of a bf16 weight, the fp32 master of an fp16 one. The gradient is multiplied by ``scale``
+    first. The state is in the parameter's ``shape``."""
 
     weight: torch.Tensor
     beside: torch.Tensor
@@ -33,7 +33,7 @@ class Memory(NamedTuple):
     shape: torch.Size
 
     def arrays(self) -> tuple[Any, Any, Any]:
-        """Weight, what is beside it (None for an fp32 weight) and gradient, as the kernels take them."""
+        """Weight, `beside` (None for an fp32 weight) and gradient, in the form that the kernels take."""
         beside = None if self.weight.dtype == FP32 else array(self.beside)
         return array(self.weight), beside, array(self.gradient)
 
@@ -43,8 +43,8 @@ Rule = Callable[[Memory, dict[str, Any], Mapping[str, Any]], None]
 
 
 def rule_of(kind: type[Optimizer], group: Mapping[str, Any], dtype: torch.dtype) -> Rule | None:
-    """The rule of an optimizer's class with the options of ``group`` for weights of ``dtype``, None where no
-    kernel does the same. fp32 weights are updated by AdamW's own code, to the bit."""
+    """The rule of an optimizer's class with the options of ``group`` for weights of ``dtype``, None if no
+    kernel matches. AdamW's own code updates fp32 weights, so these are bitwise equal."""
     unlike = ("amsgrad", "maximize", "differentiable", "capturable")
     if any(group.get(option) for option in unlike):
         return None

@@ -6,10 +6,10 @@
     after = Values.of(shadow)
     after.adopted_by(optimizer, before)
 
-The *values* of an optimizer are all that belongs to no single parameter: the options and counters of its
-groups, its own attributes, state under keys that are no parameters. A step for some of the parameters starts
-from the values of before, and the values that it leaves have to be those of a step for all parameters: steps
-for parts of the parameters, one after another, then equal one step for all of them.
+The *values* of an optimizer are everything that belongs to no single parameter: the options and counters of
+its groups, its own attributes, state under keys that are not parameters. A step for some of the parameters
+starts from the values before the step, and must leave the same values as a step for all parameters. Then
+steps for parts of the parameters, one after another, equal one step for all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-#: Attributes of `torch.optim.Optimizer` itself, of a GradScaler, of schedulers, and ours. They are no values.
+#: Attributes of `torch.optim.Optimizer` itself, of GradScaler, of schedulers, and ours. They are not values.
 _OF_PYTORCH = frozenset(
     {
         "defaults",
@@ -60,12 +60,12 @@ _STANDS_FOR = "_streamer_stands_for"
 
 
 class CoupledError(RuntimeError):
-    """An optimizer cannot take its step for a part of the parameters at a time."""
+    """An optimizer cannot take its step for one part of the parameters at a time."""
 
 
 @dataclass(frozen=True)
 class Values:
-    """What an optimizer holds that belongs to no single parameter."""
+    """The values of an optimizer, which belong to no single parameter."""
 
     groups: list[dict[str, Any]]
     attributes: dict[str, Any]
@@ -75,8 +75,8 @@ class Values:
 
     @staticmethod
     def of(optimizer: Optimizer) -> Values:
-        """Those of ``optimizer``, copied. Raises CoupledError if an attribute holds parameters, or another
-        optimizer."""
+        """A copy of the values of ``optimizer``. Raises CoupledError if an attribute holds parameters, or
+        another optimizer."""
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
         groups = [
             {name: value for name, value in group.items() if name != "params"}
@@ -90,15 +90,15 @@ class Values:
         for name, value in attributes.items():
             if isinstance(value, Optimizer) or _holds(value, params):
                 raise CoupledError(f"its attribute '{name}' holds parameters")
-        # not by `items`, which waits for the updates that are running
+        # not by `items`, which waits for running updates
         others = {key: dict.__getitem__(optimizer.state, key) for key in dict.keys(optimizer.state)}
         others = {key: value for key, value in others.items() if not isinstance(key, torch.Tensor)}
         members = [[*group["params"]] for group in optimizer.param_groups]
         return Values(_copied(groups), _copied(attributes), _copied(others), members)
 
     def shadow(self, optimizer: Optimizer, stand_ins: StandIns, state: Mapping[int, Any]) -> Optimizer:
-        """An optimizer of the same class with these values, over the ``stand_ins`` of those parameters that
-        have one. Each has the ``state`` of its parameter, by the identity of that."""
+        """An optimizer of the same class with these values, over those ``stand_ins`` that exist. Each has the
+        ``state`` of its parameter, by the parameter's identity."""
         shadow: Optimizer = object.__new__(type(optimizer))
         own = {
             name: value
@@ -117,8 +117,8 @@ class Values:
         return shadow
 
     def adopted_by(self, optimizer: Optimizer, before: Values) -> None:
-        """Give ``optimizer`` the values that differ from those of ``before``. What was changed meanwhile (the
-        ``lr`` by a scheduler) stays."""
+        """Set in ``optimizer`` the values that differ from ``before``. Other values keep changes since then
+        (``lr`` by a scheduler)."""
         tables: list[dict[Any, Any]] = [*optimizer.param_groups, vars(optimizer), optimizer.state]
         new, old = ([*values.groups, values.attributes, values.state] for values in (self, before))
         for table, values, were in zip(tables, new, old, strict=True):
@@ -144,19 +144,19 @@ def stand_in_for(param: torch.Tensor) -> nn.Parameter:
 
 
 def original(param: torch.Tensor) -> torch.Tensor:
-    """The parameter that ``param`` stands for, or else itself."""
+    """The parameter for which ``param`` stands in, or ``param`` itself."""
     found: torch.Tensor = vars(param).get(_STANDS_FOR, param)
     return found
 
 
 def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """The ``step`` of a class without the hooks that PyTorch puts around it."""
+    """The ``step`` of a class without the hooks that PyTorch adds to it."""
     step = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
 def _copied(value: Any) -> Any:
-    """A copy of values, in which functions, modules and the like stay themselves."""
+    """A copy of values; functions, modules and similar objects are not copied."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, defaultdict):
@@ -170,7 +170,7 @@ def _copied(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal to the bit, NaN with NaN."""
+    """Whether two values are bitwise equal; NaN equals NaN."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.dtype != other.dtype or one.shape != other.shape:
             return False

@@ -1,4 +1,4 @@
-"""Parts of a unit in host memory: the masters and gradients of parameters that lie side by side."""
+"""Parts of a unit in host memory: the masters and gradients of adjacent parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCRATCH_BYTES = 2 * FP32.itemsize
 
 
 class Kind(NamedTuple):
-    """What the parameters of a part have in common. Those that a rule updates are of one group."""
+    """The properties that the parameters of a part share. Those that a rule updates are of one group."""
 
     dtype: torch.dtype
     distance: int
@@ -36,8 +36,8 @@ class Kind(NamedTuple):
 
 
 class Part:
-    """Parameters of one kind that lie side by side in a unit, with their slices. Their masters and gradients
-    are in the scratch from the element ``start`` on."""
+    """Adjacent parameters of one kind in a unit, with their slices. Their masters and gradients are in the
+    scratch from element ``start`` on."""
 
     def __init__(self, members: Sequence[tuple[Slice, nn.Parameter]], kind: Kind) -> None:
         self.slices = [slice for slice, _ in members]
@@ -51,18 +51,18 @@ class Part:
         return self.slices[-1].index + self.slices[-1].padded - self.slices[0].index
 
     def takes(self, each: Slice) -> bool:
-        """Whether a slice that follows the part's has room in it."""
+        """Whether there is room for a slice that follows the part's last one."""
         begin, last = self.slices[0].index, self.slices[-1]
         return last.index + last.padded == each.index and each.index + each.padded - begin <= PART_ELEMENTS
 
     @property
     def stop(self) -> int:
-        """The element of the scratch after the part. A rule needs no scratch."""
+        """The first element of the scratch after the part. A rule needs no scratch."""
         return self.start + (self.numel if self.kind.rule is None else 0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that an update of the part reads and writes, but for the optimizer's state."""
+        """Bytes of host memory that an update of the part reads and writes, without the optimizer's state."""
         return self.numel * (3 * self.dtype.itemsize + 2 * SCRATCH_BYTES)
 
 
@@ -77,14 +77,14 @@ class OnShard:
         scale: float | None,
         gradient: torch.Tensor | None = None,
     ) -> None:
-        """``gradient`` (flat uint8) stands for that of the shard, None for the shard's own. Gradients are
+        """``gradient`` (flat uint8) replaces the shard's gradient, unless it is None. Gradients are
         multiplied by ``scale``; None for a part without gradients."""
         self.params, self._part, self._scale = part.params, part, scale
         self._scratch = scratch[:, part.start : part.stop]
         first = part.slices[0]
         places = slice(first.offset, first.offset + part.numel * first.dtype.itemsize)
         elements = slice(first.index, first.index + part.numel)
-        # .data: version counters of their own, so that our writes are not taken for the user's
+        # .data has version counters of its own, so that our writes are not mistaken for the user's
         self._weight = shard.weight.data[places].view(part.dtype)
         if scale is not None:
             source = shard.gradient if gradient is None else gradient
@@ -92,7 +92,7 @@ class OnShard:
                 shard.sums.data[elements] if part.kind.summed else source.data[places].view(part.dtype)
             )
         self._shard, self._elements = shard, range(elements.start, elements.stop)
-        #: what makes masters of 16-bit weights
+        #: completes 16-bit weights to masters
         self._purpose = MASTERS if part.dtype == FP16 else REMAINDERS
         self._beside = self._read_beside() if part.dtype != FP32 else self._weight
 
@@ -109,7 +109,7 @@ class OnShard:
         if self._part.dtype == FP32:
             return self._weight
         if self._part.dtype == FP16:
-            # a weight that is not its master rounded was written by the user's code: [Note: masters]
+            # a weight that differs from its rounded master was written by the user's code: [Note: masters]
             is_kept = self._beside.to(FP16).view(torch.int16) == self._weight.view(torch.int16)
             return self._beside.copy_(torch.where(is_kept, self._beside, self._weight.to(FP32)))
         native.join(array(self._weight), array(self._beside), array(self._scratch[0]))
@@ -150,7 +150,7 @@ class OnShard:
     def _read_beside(self) -> torch.Tensor:
         if self._shard.is_on_disk(self._purpose):
             return self._shard.disk.read(self._purpose, self._elements)
-        # of what machines divide, the shard has a piece
+        # if machines divide the state, the shard has a piece
         begin = self._elements.start - self._shard.begin(self._purpose)
         return self._shard[self._purpose].data[begin : begin + len(self._elements)]
 
@@ -160,7 +160,7 @@ Member = tuple[Slice, nn.Parameter]
 
 
 def members_of(optimizer: Optimizer, units: Iterable[Unit]) -> dict[int, list[Member]]:
-    """By unit the optimizer's parameters that have room for a gradient, in the order of the unit's layout."""
+    """The optimizer's parameters with room for a gradient, by unit, in the order of the unit's layout."""
     mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
     found = {}
     for unit in units:
@@ -171,7 +171,7 @@ def members_of(optimizer: Optimizer, units: Iterable[Unit]) -> dict[int, list[Me
 
 
 def parts_of(optimizer: Optimizer, members: Mapping[int, Sequence[Member]]) -> dict[int, list[Part]]:
-    """By unit, ``members`` in parts of at most `PART_ELEMENTS`, each of parameters side by side."""
+    """``members`` by unit, in parts of at most `PART_ELEMENTS`, each of adjacent parameters."""
     group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     found = dict[int, list[Part]]()
     for index, of_unit in members.items():
@@ -189,7 +189,7 @@ def parts_of(optimizer: Optimizer, members: Mapping[int, Sequence[Member]]) -> d
 
 
 def place(parts: Sequence[Part], *, together: bool) -> None:
-    """Give each part its place in the scratch: one after another where they are there ``together``."""
+    """Set the place of each part in the scratch: one after another if all are there ``together``."""
     start = 0
     for part in parts:
         part.start = start
@@ -198,7 +198,7 @@ def place(parts: Sequence[Part], *, together: bool) -> None:
 
 
 def used_parts(parts: Iterable[Part], positions: Mapping[int, int], used: Sequence[bool]) -> list[Part]:
-    """``parts`` without the parameters that are not ``used``, by their ``positions`` in the unit."""
+    """``parts`` without parameters that are not ``used``, by their ``positions`` in the unit."""
     found = list[Part]()
     for part in parts:
         begun: Part | None = None

@@ -1,8 +1,8 @@
-"""Optimizer state on disk: what host memory has no room for, between the updates that need it.
+"""Optimizer state that does not fit in host memory spills to disk between updates.
 
-The state of a parameter on disk has an `OnDisk` in place of each tensor of 64 KiB or more. A part's state is
-read while the part before it is updated, and written while the part after it is. So three parts are in memory
-at most.
+A parameter's state on disk has an `OnDisk` in place of each tensor of 64 KiB or more. A part's state is read
+during the update of the part before it, and written during the update of the part after it. So at most three
+parts are in memory.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from streamer.store.host import HostStore
 from streamer.store.on_disk import Disk
 from streamer.store.purposes import OPTIMIZER_STATE
 
-#: Bytes of a tensor that is worth a read of its own.
+#: Bytes from which a tensor is read on its own.
 LEAST = 64 << 10
 #: Parts whose state is in memory at a time.
 IN_MEMORY = 3
 
 #: The parameters of a part, by their identities.
 Key = tuple[int, ...]
-#: Gives the states of a part's parameters as they are held.
+#: Returns the states of a part's parameters, as they are held.
 States = Callable[[], list[Any]]
-#: Takes them.
+#: Stores them.
 Keep = Callable[[list[Any]], None]
 
 
 @dataclass(frozen=True, eq=False)
 class OnDisk:
-    """A tensor in an extent of ``disk``. ``buffer`` gives memory that it can be read into."""
+    """A tensor in an extent of ``disk``. ``buffer`` returns memory to read it into."""
 
     disk: Disk
     extent: Extent
@@ -54,8 +54,8 @@ class OnDisk:
         return self._shown_in(into)
 
     def write(self, tensor: torch.Tensor, through: torch.Tensor) -> None:
-        """Write ``tensor``, which is in the memory ``through`` (flat uint8) or is copied there. Raises
-        DiskError."""
+        """Write ``tensor`` by way of the memory ``through`` (flat uint8): it is there already, or is copied.
+        Raises DiskError."""
         there = self._shown_in(through)
         if there.data_ptr() != tensor.data_ptr():
             there.copy_(tensor)
@@ -67,7 +67,7 @@ class OnDisk:
 
 
 class Spill:
-    """Moves the state of parts between memory and disks of ``store``."""
+    """Moves the state of parts between memory and the disks of ``store``."""
 
     def __init__(self, store: HostStore) -> None:
         self._disk = store.disks.open()
@@ -75,14 +75,14 @@ class Spill:
         self._buffer = store.disks.buffer
         self._reading: dict[Key, Future[list[Any]]] = {}
         self._writing: dict[Key, Future[None]] = {}
-        #: memory of transfers that is free, by its bytes, and that is in use, by its address
+        #: free transfer memory, by its bytes, and transfer memory in use, by its address
         self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self._used: dict[int, torch.Tensor] = {}
         self._lock = Lock()
         self._readers, self._writers = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
     def begin_read(self, key: Key, states: States) -> None:
-        """Read the ``states`` of a part, if that has not begun."""
+        """Begin to read the ``states`` of a part, unless it has begun."""
         if key not in self._reading:
             self._reading[key] = self._readers.submit(self._read, self._writing.get(key), states)
 
@@ -92,8 +92,8 @@ class Spill:
         return self._reading.pop(key).result()
 
     def put_back(self, key: Key, old: States, new: Sequence[Any], keep: Keep) -> None:
-        """Write the ``new`` states of a part in place of the ``old`` ones, and give them, with `OnDisk` in
-        place of tensors, to ``keep``. Raises DiskError if a write of before has failed."""
+        """Write the ``new`` states of a part over the ``old`` ones, and pass them, with `OnDisk` in place of
+        tensors, to ``keep``. Raises DiskError if an earlier write has failed."""
         for other in [other for other in self._reading if not {*other}.isdisjoint(key)]:
             del self._reading[other]
         for other in [other for other, future in self._writing.items() if future.done()]:
@@ -101,7 +101,7 @@ class Spill:
         self._writing[key] = self._writers.submit(self._write, old, new, keep)
 
     def finish(self) -> None:
-        """Wait until all is written. Raises DiskError."""
+        """Wait until everything is written. Raises DiskError."""
         while self._writing:
             self._writing.popitem()[1].result()
 
@@ -124,7 +124,7 @@ class Spill:
         keep([mapped(state, partial(self._on_disk, places)) for state in new])
 
     def _on_disk(self, places: list[OnDisk], value: Any) -> Any:
-        """What stands for ``value``: in the first of ``places`` that is as large, or else in a new one."""
+        """The `OnDisk` for ``value``: the first of ``places`` of the same size, or else a new one."""
         if not isinstance(value, torch.Tensor) or value.nbytes < LEAST:
             return value
         old = next((each for each in places if each.extent.nbytes == value.nbytes), None)
@@ -156,12 +156,12 @@ def in_memory(state: Any) -> Any:
 
 
 def is_on_disk(state: Any) -> bool:
-    """Whether some of a state is on disk."""
+    """Whether part of a state is on disk."""
     return any(isinstance(each, OnDisk) for each in leaves(state))
 
 
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """``value`` with ``function`` of each leaf of its dicts, lists and tuples in the leaf's place."""
+    """``value`` with every leaf of its dicts, lists and tuples replaced by ``function`` of the leaf."""
     if isinstance(value, dict):
         return {name: mapped(item, function) for name, item in value.items()}
     if type(value) in (list, tuple):
@@ -170,7 +170,7 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """The leaves of its dicts, lists and tuples."""
+    """The leaves of nested dicts, lists and tuples."""
     items = value.values() if isinstance(value, dict) else value
     if isinstance(value, dict | list | tuple):
         for item in items:
@@ -180,5 +180,5 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements are all those of a stretch of memory, in some order."""
+    """Whether the tensor's elements fill a stretch of memory, in some order."""
     return torch.empty_like(tensor, memory_format=torch.preserve_format).stride() == tensor.stride()

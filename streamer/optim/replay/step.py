@@ -1,14 +1,15 @@
-"""A step of an optimizer of PyTorch, taken a part of the parameters at a time.
+"""A step of an optimizer of PyTorch, taken for one part of the parameters at a time.
 
-The masters of bf16 and fp16 weights are nowhere in memory as fp32 tensors that an optimizer could update. So
-an optimizer takes a step on stand-ins: fp32 parameters that show a scratch buffer, which holds one part's
-masters and gradients at a time. The state is the optimizer's own: ordinary tensors, which it makes itself.
+The masters of bf16 and fp16 weights are not in memory as fp32 tensors that an optimizer could update. So an
+optimizer takes a step on stand-ins: fp32 parameters that are views of a scratch buffer, which holds one
+part's masters and gradients at a time. The state is the optimizer's own: ordinary tensors, which it creates
+itself.
 
-There are three ways to take a step, of which `streamer.optim.replay.probe` finds the first that is exact:
+There are three ways to take a step. `streamer.optim.replay.probe` finds the first that is exact:
 
-- `Way.PARTS`: a step for each part, on its own. The parts may wait for the forwards that need them;
-- `Way.PAGED`: one step for all parameters, which are copied to the scratch when the optimizer's loop comes to
-  them. For optimizers that sum over all parameters in one loop and update in a second (Prodigy);
+- `Way.PARTS`: a step for each part, on its own. A part may wait until a forward needs it;
+- `Way.PAGED`: one step for all parameters. Each part is copied to the scratch when the optimizer's loop
+  reaches it. For optimizers that sum over all parameters in one loop and update in a second (Prodigy);
 - `Way.WHOLE`: one step for all parameters, with the masters and gradients of all of them in memory at once.
   For optimizers that look at all parameters together, or draw random numbers.
 """
@@ -31,7 +32,7 @@ from streamer.optim.replay.spill import Key, Spill
 
 
 class Way(enum.Enum):
-    """How an optimizer's step is taken."""
+    """A way to take an optimizer's step."""
 
     PARTS = enum.auto()
     PAGED = enum.auto()
@@ -43,25 +44,25 @@ class Masters(Protocol):
 
     @property
     def params(self) -> Sequence[nn.Parameter]:
-        """The parameters of the model, all of which have a gradient."""
+        """The parameters of the model; each has a gradient."""
 
     def load(self, stand_ins: StandIns) -> None:
-        """Let the parts' stand-ins show their masters, and the gradients in ``grad``."""
+        """Point the stand-ins at the part's masters, and their ``grad`` at the gradients."""
 
     def store(self) -> None:
-        """Write the masters back that the stand-ins show."""
+        """Write the masters in the stand-ins back."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an optimizer's ``step``, with a closure that has run, or of another of its methods."""
+    """A call of an optimizer's ``step``, with a closure that has run, or of another method."""
 
     arguments: tuple[Any, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     method: str = "step"
 
     def run(self, shadow: Optimizer) -> Any:
-        """Call the method of ``shadow``, without the hooks that PyTorch puts around a step."""
+        """Call the method of ``shadow``, without the hooks that PyTorch adds to a step."""
         kind = type(shadow)
         function = plain_step(kind) if self.method == "step" else getattr(kind, self.method)
         with torch.no_grad():
@@ -69,38 +70,38 @@ class Call:
 
 
 class MastersInPlace(Masters, Protocol):
-    """The same, for a rule, which updates them where they are."""
+    """Masters that a rule updates in place."""
 
     def each(self) -> Iterable[Memory]:
         """The memory of each parameter."""
 
     def store_in_place(self) -> None:
-        """Write back what is on disk of the masters."""
+        """Write back the masters on disk."""
 
 
 class StateInMemory:
-    """The state of an optimizer's parameters, by way of ``dict``, so that nothing waits for updates."""
+    """The state of an optimizer's parameters, by the methods of ``dict``, which do not wait for updates."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
 
     def begin_fetch(self, params: Sequence[nn.Parameter]) -> None:
-        """The state of ``params`` is needed next but one."""
+        """Announce that the state of ``params`` is needed after the next fetch."""
 
     def fetch(self, params: Sequence[nn.Parameter]) -> list[Any]:
-        """The state of each of ``params``, empty where it has none."""
+        """The state of each of ``params``, empty if it has none."""
         held = self._optimizer.state
         return [dict.__getitem__(held, p) if dict.__contains__(held, p) else {} for p in params]
 
     def keep(self, params: Sequence[nn.Parameter], states: Sequence[Any]) -> None:
-        """Let ``params`` have these states."""
+        """Store these states for ``params``."""
         for param, state in zip(params, states, strict=True):
             if state:
                 dict.__setitem__(self._optimizer.state, param, state)
 
 
 class StateOnDisk(StateInMemory):
-    """The same, on disk for those of ``params``, by their identity."""
+    """The same, with the state of ``params`` (by identity) on disk."""
 
     def __init__(self, optimizer: Optimizer, spill: Spill, params: Collection[int]) -> None:
         super().__init__(optimizer)
@@ -129,7 +130,7 @@ def _key(params: Sequence[nn.Parameter]) -> Key:
 
 
 class Step:
-    """One step of ``optimizer``, with the options that its groups have now. The parts may run later."""
+    """One step of ``optimizer``, with the current options of its groups. Parts may be updated later."""
 
     def __init__(
         self, optimizer: Optimizer, stand_ins: StandIns, call: Call, states: StateInMemory | None = None
@@ -139,27 +140,27 @@ class Step:
         self._stand_ins = stand_ins
         self._call = call
         self.before = Values.of(optimizer)
-        #: the values that the step leaves
+        #: the values after the step
         self.after = self.before
 
     def foresee(self) -> None:
-        """Find the values that the step leaves, before any part is updated: a step without gradients changes
-        counters alone. Raises what the optimizer raises without gradients."""
-        # not the stand-ins, which the updates of the last step may still be using
+        """Find the values after the step, before any part is updated: a step without gradients only changes
+        counters. Raises any error of the optimizer without gradients."""
+        # not the stand-ins, which updates of the last step may still use
         blank = {key: stand_in_for(stand_in) for key, stand_in in self._stand_ins.items()}
         without_gradients = self.before.shadow(self._optimizer, blank, {})
         self._call.run(without_gradients)
         self.after = Values.of(without_gradients)
 
     def take(self, part: Masters) -> None:
-        """Update ``part``, on its own. Raises CoupledError if the optimizer's values depend on what is in it;
-        then its masters are as they were."""
+        """Update ``part`` on its own. Raises CoupledError, and leaves its masters unchanged, if the
+        optimizer's values depend on the part."""
         stand_ins = {id(param): self._stand_ins[id(param)] for param in part.params}
         part.load(stand_ins)
         shadow = self._shadow(stand_ins, part.params)
         self._call.run(shadow)
         if names := Values.of(shadow).differing(self.after):
-            raise CoupledError(f"it sets {', '.join(names)} from what it finds in single parameters")
+            raise CoupledError(f"it sets {', '.join(names)} from single parameters")
         self._keep_state(shadow, part.params)
         part.store()
 
@@ -172,8 +173,8 @@ class Step:
         part.store_in_place()
 
     def take_all(self, parts: Sequence[Masters], *, paged: bool) -> Any:
-        """Update all ``parts`` by one step, with all of them in memory at once unless it is ``paged``.
-        Returns what the optimizer's ``step`` returns."""
+        """Update all ``parts`` in one step, with all of them in memory at once unless it is ``paged``.
+        Returns the result of the optimizer's ``step``."""
         params = [param for part in parts for param in part.params]
         shadow = self._shadow({id(param): self._stand_ins[id(param)] for param in params}, params)
         pager = _Pager(parts, self._stand_ins)
@@ -194,7 +195,7 @@ class Step:
         return result
 
     def adopt(self) -> None:
-        """Give the optimizer the values that the step leaves."""
+        """Set the optimizer's values to those after the step."""
         self.after.adopted_by(self._optimizer, self.before)
 
     def _shadow(self, stand_ins: StandIns, params: Sequence[nn.Parameter]) -> Optimizer:
@@ -208,7 +209,7 @@ class Step:
 
 
 class _Pager:
-    """Copies the part to the scratch that a loop over parameters has come to."""
+    """Copies a part to the scratch when a loop over parameters reaches it."""
 
     def __init__(self, parts: Sequence[Masters], stand_ins: StandIns) -> None:
         self._stand_ins = stand_ins
@@ -230,7 +231,7 @@ class _Pager:
 
 
 class _PagedParameters(list[nn.Parameter]):
-    """A group's parameters, each of which is in the scratch while a loop is at it."""
+    """A group's parameters; each is in the scratch during its turn in a loop."""
 
     def __init__(self, params: Sequence[nn.Parameter], pager: _Pager) -> None:
         super().__init__(params)

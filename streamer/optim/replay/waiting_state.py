@@ -1,5 +1,4 @@
-"""``optimizer.state`` on a wrapped model: reading the state of a parameter waits for the parameter's
-update."""
+"""``optimizer.state`` on a wrapped model: reading a parameter's state waits for the parameter's update."""
 
 from __future__ import annotations
 
@@ -78,12 +77,12 @@ class WaitingState(defaultdict[Any, Any]):
 
 
 def _shown(state: Any) -> Any:
-    """A state as user code sees it: what is on disk is a copy."""
+    """A state for user code, with copies of tensors on disk."""
     return in_memory(state) if is_on_disk(state) else state
 
 
 def await_state(params: Iterable[Any]) -> None:
-    """Block until the updates of ``params`` are done, of those that are parameters of wrapped models."""
+    """Block until the updates of those ``params`` that belong to wrapped models are done."""
     homes = [home_of(param) for param in [*params] if isinstance(param, torch.Tensor)]
     for executor, unit in dict.fromkeys((home.executor, home.unit) for home in homes if home is not None):
         executor.await_state(unit)

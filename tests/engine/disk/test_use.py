@@ -143,7 +143,7 @@ def writes_state(model: nn.Module, folder: Path | None) -> Any:
             state |= {"exp_avg": state["exp_avg"] + 0.5}
         for take_out in (lambda state: state.pop("exp_avg"), lambda state: state.clear()):
             with pytest.raises(
-                RuntimeError, match="cannot be taken out of the state of '.*: assign what you"
+                RuntimeError, match="cannot be removed from the state of '.*: assign what you"
             ):
                 take_out(state)
     saved = copy.deepcopy(optimizer.state_dict())
