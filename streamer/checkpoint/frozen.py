@@ -1,5 +1,5 @@
-"""Frozen parameters that a checkpoint leaves out, such as the base of adapters: it holds their checksums, by
-which `load` tells whether the model has the same values.
+"""Frozen parameters that a checkpoint leaves out, such as the base of adapters. It holds their checksums, so
+that `load` can check that the model has the same values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from streamer.store.weights_on_disk import WeightsOnDisk
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What a manifest says of a parameter that the checkpoint leaves out: its dtype by the name of the
+    """A manifest's entry for a parameter that the checkpoint leaves out: its dtype by the name of the
     safetensors format, its shape, and the CRC-32 of its bytes."""
 
     dtype: str
@@ -29,14 +29,14 @@ class LeftOut:
 
     @staticmethod
     def of(values: torch.Tensor) -> LeftOut:
-        """Of a parameter with these values, on the CPU."""
+        """The entry of a parameter with these values, on the CPU."""
         data = values.contiguous().view(-1).view(torch.uint8).numpy().data
         return LeftOut(DTYPES[values.dtype], tuple(values.shape), zlib.crc32(data))
 
     @staticmethod
     def held(slice: Slice, shard: HostShard) -> LeftOut:
-        """Of a frozen parameter of ``shard``, which is read as a whole; once, if it lies in somebody else's
-        file, which stays as it is."""
+        """The entry of a frozen parameter of ``shard``, which is read as a whole; read only once if it is in
+        the user's file, which does not change."""
         on_disk = shard.weights_on_disk
         known = _IN_FILES.setdefault(on_disk, {}) if on_disk.is_stored(slice) else {}
         if slice not in known:
@@ -45,24 +45,24 @@ class LeftOut:
 
     @staticmethod
     def parsed(value: object) -> LeftOut:
-        """Raises TypeError or ValueError for what is none."""
+        """Raises TypeError or ValueError for a value that is not an entry."""
         if not isinstance(value, dict) or type(value.get("crc32")) is not int:
-            raise TypeError(f"{value!r} in place of what was left out")
+            raise TypeError(f"{value!r} in place of the entry of a parameter left out")
         return LeftOut(str(value["dtype"]), tuple(map(int, value["shape"])), value["crc32"])
 
 
-#: What is known of parameters in files, for as long as these are read from there.
+#: Known entries of parameters in files, for as long as these files are read.
 _IN_FILES: WeakKeyDictionary[WeightsOnDisk, dict[Slice, LeftOut]] = WeakKeyDictionary()
 
 
 def left_out(unit: Unit) -> Iterator[Slice]:
-    """The parameters of ``unit`` that a checkpoint without frozen ones does not hold."""
+    """The parameters of ``unit`` that a checkpoint without frozen parameters does not hold."""
     return (slice for slice in unit.layout.slices if not slice.param.trainable)
 
 
 def differing(expected: dict[str, LeftOut], units: Iterable[tuple[Unit, HostShard]]) -> list[str]:
-    """Those of ``expected``, by name, that are trained here or have other values: the name of each, and what
-    it is."""
+    """Those of ``expected``, by name, that are trained here or have other values: the name and the difference
+    of each."""
     found = []
     for unit, shard in units:
         for slice in unit.layout.slices:

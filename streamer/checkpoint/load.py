@@ -1,6 +1,6 @@
-"""`load`: a wrapped model and its optimizer go on from a checkpoint of `streamer.save`.
+"""`load`: continue a wrapped model and its optimizer from a checkpoint of `streamer.save`.
 
-Whether the checkpoint is of this model and this optimizer is found out before anything is changed.
+All checks that the checkpoint is of this model and this optimizer come before any change.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from streamer.optim.adamw import AdamW, check_group
 from streamer.optim.state import convert, load_moments, parse_state_dtype
 from streamer.store.purposes import MOMENTS
 
-#: The format's names of what weights and gradients may be.
+#: The format's names of the dtypes that weights and gradients may have.
 _FLOATS = ("F32", "BF16", "F16")
 
 T = TypeVar("T")
@@ -48,23 +48,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Loaded:
-    """The ``step`` and the ``extra`` that `streamer.save` was given."""
+    """The ``step`` and the ``extra`` of `streamer.save`."""
 
     step: int
     extra: dict[str, Any]
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | PathLike[str]) -> Loaded:
-    """Take over weights, optimizer state, gradients, buffers and random states from the checkpoint ``path``.
+    """Load weights, optimizer state, gradients, buffers and random states from the checkpoint ``path``.
 
-    The model may be wrapped otherwise than when it was saved: with other layers, slots, activations, device
-    or dtype, by more or fewer ranks. Ranks all call this. Where they are as many as saved it, each goes on
-    with its own random numbers; else the first one with those of the first, the others with what they have.
-    Moments that were held in another dtype are converted, with a warning.
+    The model may be wrapped with other options than when it was saved: other layers, slots, activations,
+    device or dtype, and more or fewer ranks. Every rank must call this. With the same number of ranks, each
+    continues with its own random numbers. Otherwise the first rank continues with those of the first, and the
+    others keep theirs. Moments saved in another dtype are converted, with a warning.
 
-    All of the checkpoint is read and compared with its checksums before anything is changed. Raises
-    `CheckpointError` (a ValueError) for one that is damaged, naming the file and the tensor, of another
-    model, listing the tensors that differ, or of one that is quantized otherwise, naming both ways.
+    The whole checkpoint is read and compared with its checksums before any change. Raises `CheckpointError`
+    (a ValueError) for a damaged checkpoint, naming the file and the tensor; for one of another model, listing
+    the tensors that differ; and for one with another quantization, naming both.
     """
     path = Path(path)
     executor = wrapped(model).executor
@@ -94,7 +94,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
                 load_optimizer = _optimizer_loader(files, optimizer)
         opened.enter_context(ranks.together(f"loading '{path}'"))
         executor.wait_for_saving()
-        # a step that has failed (on a disk, say) is made good by what is loaded
+        # the loaded state repairs a step that has failed (on a disk, say)
         executor.forget_failures()
         executor.synchronize()
         load_optimizer()
@@ -123,7 +123,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
 
 @contextmanager
 def _laid_out(path: Path) -> Iterator[None]:
-    """Inside the block values of the manifest are parsed: raise CheckpointError for each error of theirs."""
+    """Raise CheckpointError for any error of the block, which parses values of the manifest."""
     try:
         yield
     except CheckpointError:
@@ -136,8 +136,8 @@ def _laid_out(path: Path) -> Iterator[None]:
 
 
 class _Files:
-    """A checkpoint's tensors, by their kind and name. Files are opened when the first of their tensors is
-    read, and closed with ``opened``."""
+    """A checkpoint's tensors, by their kind and name. Files are opened at the first read of one of their
+    tensors, and closed with ``opened``."""
 
     def __init__(self, path: Path, manifest: Manifest, opened: ExitStack) -> None:
         self.path = path
@@ -152,14 +152,14 @@ class _Files:
         return {name: self._entries[file][name] for name, file in self.names[kind].items()}
 
     def read(self, kind: str, name: str) -> torch.Tensor:
-        """A view of the file. Raises LookupError where there is no such tensor."""
+        """A view of the file. Raises LookupError if there is no such tensor."""
         file = self.names[kind][name]
         if file not in self._readers:
             self._readers[file] = self._opened.enter_context(reading(self.path / file))
         return self._readers[file](name)
 
     def decoded(self, value: Any, kind: type[T]) -> T:
-        """The value that was encoded. Raises an error of any kind unless it is a ``kind``."""
+        """The decoded value. Raises an error of any kind unless it is a ``kind``."""
         given = decode(value, lambda name: self.read(VALUES, name).clone())  # outlives the file
         if not isinstance(given, kind) or isinstance(given, bool):
             raise TypeError(f"a {type(given).__name__} in place of a {kind.__name__}")
@@ -167,9 +167,9 @@ class _Files:
 
 
 def _check_in_parts(files: _Files, left_out: Mapping[str, LeftOut], executor: Executor) -> None:
-    """Raise CheckpointError for parameters that are quantized otherwise than here: their parts may have the
-    same names and shapes, and stand for other values."""
-    if (there := files.values.get(IN_PARTS)) is None:  # of a release that did not say so
+    """Raise CheckpointError for parameters whose quantization differs: their parts may have the same names
+    and shapes, and yet mean other values."""
+    if (there := files.values.get(IN_PARTS)) is None:  # of an older release, which did not save it
         return
     here = in_parts(executor)
     units = (*executor.units, executor.root)
@@ -184,15 +184,15 @@ def _check_in_parts(files: _Files, left_out: Mapping[str, LeftOut], executor: Ex
         plain, name = "not quantized", differing[0]
         raise CheckpointError(
             f"{files.path} is of a model that is quantized otherwise: '{name}', one of {len(differing)}, is "
-            f"{there.get(name, plain)} there, {here.get(name, plain)} here; make the model as it was when it "
-            "was saved, or give its adapters to this one by peft (model.save_pretrained, model.load_adapter)"
+            f"{there.get(name, plain)} there, {here.get(name, plain)} here; load the model as it was when it "
+            "was saved, or move its adapters to this one by peft (model.save_pretrained, model.load_adapter)"
         )
 
 
 def _check_model(
     files: _Files, left_out: Mapping[str, LeftOut], model: nn.Module, executor: Executor
 ) -> None:
-    """Raise CheckpointError, listing what differs, unless the checkpoint is of this model."""
+    """Raise CheckpointError, listing the differences, unless the checkpoint is of this model."""
     units = (*executor.units, executor.root)
     shapes: dict[str, object] = {
         slice.param.name: slice.param.shape for unit in units for slice in unit.layout.slices
@@ -227,13 +227,13 @@ def _check_model(
         if name in in_layers:
             raise CheckpointError(
                 f"{files.path / file}: update='backward' keeps no gradients between backward and step(), and "
-                "here are some: wrap with update='step', or save after a step"
+                "this checkpoint has some: wrap with update='step', or save after a step"
             )
 
 
 def _check_stored(files: _Files, executor: Executor) -> None:
-    """Raise CheckpointError if frozen weights that are read from files, which stay as they are, are others in
-    the checkpoint."""
+    """Raise CheckpointError if the checkpoint has other values of frozen weights that the model reads from
+    files, which do not change."""
     differing = [
         slice.param.name
         for unit in executor.units
@@ -249,17 +249,17 @@ def _check_stored(files: _Files, executor: Executor) -> None:
     if differing:
         raise CheckpointError(
             f"{files.path} has other frozen weights than the files that this model reads them from "
-            f"({shortened(differing)}): make the model without disk=True, which takes them into memory"
+            f"({shortened(differing)}): load the model without disk=True, which reads them into memory"
         )
 
 
 def _check_left_out(path: Path, left_out: dict[str, LeftOut], executor: Executor) -> None:
-    """Raise CheckpointError unless frozen parameters that the checkpoint leaves out are here as they were."""
+    """Raise CheckpointError unless frozen parameters that the checkpoint leaves out are unchanged here."""
     units = [(unit, executor.shard(unit)) for unit in (*executor.units, executor.root)]
     if found := differing(left_out, units):
         raise CheckpointError(
-            f"{path} holds no frozen parameters, and those of this model are not what they were when it was "
-            f"saved ({shortened(found)}): make the model with the weights that it had then"
+            f"{path} holds no frozen parameters, and those of this model differ from those when it was saved "
+            f"({shortened(found)}): load the model with the weights that it had then"
         )
 
 
@@ -272,8 +272,8 @@ def _unlike(there: Mapping[str, object], here: Mapping[str, object]) -> list[str
 
 
 def _optimizer_loader(files: _Files, optimizer: torch.optim.Optimizer | None) -> Callable[[], None]:
-    """What loads the optimizer's state. Raises CheckpointError, saying what differs, unless the checkpoint
-    has the state of such an optimizer; other errors for values that are not those of a checkpoint."""
+    """A function that loads the optimizer's state. Raises CheckpointError, naming the difference, unless the
+    checkpoint has the state of such an optimizer; other errors for values that are not a checkpoint's."""
     if optimizer is None:
         return lambda: None
     saved = files.values["optimizer"]
@@ -282,7 +282,7 @@ def _optimizer_loader(files: _Files, optimizer: torch.optim.Optimizer | None) ->
     here = "streamer.AdamW" if isinstance(optimizer, AdamW) else type(optimizer).__name__
     if there != here:
         raise CheckpointError(
-            f"{files.path} holds the state of {there}, and this is {here}: give load that kind, or None"
+            f"{files.path} holds the state of {there}, and this is {here}: pass load that kind, or None"
         )
     if isinstance(optimizer, AdamW):
         return _adamw_loader(files, optimizer)
@@ -291,8 +291,8 @@ def _optimizer_loader(files: _Files, optimizer: torch.optim.Optimizer | None) ->
     mine = [len(group["params"]) for group in optimizer.param_groups]
     if groups != mine:
         raise CheckpointError(
-            f"{files.path} was saved with groups of {groups} parameters, and here are groups of {mine}: make "
-            "the optimizer with the same groups"
+            f"{files.path} was saved with groups of {groups} parameters, and this optimizer has groups of "
+            f"{mine}: create it with the same groups"
         )
     return partial(_load_other, files.path, optimizer, state)
 
@@ -314,8 +314,8 @@ def _adamw_loader(files: _Files, optimizer: AdamW) -> Callable[[], None]:
     if groups != mine:
         differing = _unlike(_groups(groups), _groups(mine)) or _unlike(_places(groups), _places(mine))
         raise CheckpointError(
-            f"{files.path} was saved with groups of {[len(group) for group in groups]} parameters, and here "
-            f"are groups of {[len(group) for group in mine]}; make the optimizer with the same groups, in "
+            f"{files.path} was saved with groups of {[len(group) for group in groups]} parameters, and this "
+            f"optimizer has groups of {[len(group) for group in mine]}; create it with the same groups, in "
             f"the same order. These differ: {shortened(differing)}"
         )
     options = [files.decoded(group["options"], dict) for group in saved["groups"]]
@@ -332,7 +332,7 @@ def _adamw_loader(files: _Files, optimizer: AdamW) -> Callable[[], None]:
     if held_in != optimizer.state_dtype:
         warn(
             f"the moments were held in {held_in} and are converted to {optimizer.state_dtype}: the run does "
-            "not go on to the bit"
+            "not continue bitwise"
         )
     return partial(_load_adamw, files, optimizer, options, held_in)
 
@@ -356,7 +356,7 @@ def _check_moments(files: _Files, optimizer: AdamW, held_in: torch.dtype) -> Non
             entry = entries.get(name)
             if entry is None or (entry.dtype, entry.shape) != (DTYPES[purpose.dtype], shape):
                 file = files.path / files.names[OPTIMIZER].get(name, NAME)
-                raise CheckpointError(f"{file}: tensor '{name}' is missing or no moment")
+                raise CheckpointError(f"{file}: tensor '{name}' is missing or not a moment")
 
 
 def _load_adamw(files: _Files, optimizer: AdamW, options: list[dict[str, Any]], held_in: torch.dtype) -> None:
@@ -371,7 +371,7 @@ def _load_adamw(files: _Files, optimizer: AdamW, options: list[dict[str, Any]], 
     for group, options_there in zip(optimizer.param_groups, options, strict=True):
         group.update(options_there)
     homes = {param: require_home(param) for group in optimizer.param_groups for param in group["params"]}
-    # a generator: of moments that are converted, those of one parameter are in memory at a time
+    # a generator: converted moments are in memory for one parameter at a time
     saved = (
         (param, home, values_of(home.slice.param.name))
         for param, home in homes.items()

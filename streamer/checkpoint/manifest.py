@@ -1,8 +1,8 @@
-"""A checkpoint's manifest (its step, its files with every tensor in them, values that are no tensors), and
+"""A checkpoint's manifest (its step, its files with every tensor in them, values that are not tensors), and
 folders that are complete or do not exist.
 
-A checkpoint is written into a hidden folder beside its final path, flushed to the disk, and renamed: a folder
-that has its final name is complete. A checkpoint that is deleted is renamed first, for the same reason.
+A checkpoint is written into a hidden folder next to its final path, flushed to the disk, and renamed: a
+folder with its final name is complete. For the same reason, deleting a checkpoint renames it first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from streamer.checkpoint.tensors import BY_NAME, Entry, check_tensors
 from streamer.errors import CheckpointError
 
 NAME = "manifest.json"
-#: The format's version: increased when an older reader could not read what is written.
+#: The format's version: increased when older readers cannot read a new file.
 VERSION = 1
 
 #: File names that a manifest may have: with others, a path could lead out of the folder.
@@ -33,7 +33,7 @@ _FILE_NAME = re.compile(r"[\w-]+\.safetensors", re.ASCII)
 
 @dataclass(frozen=True)
 class Manifest:
-    """``files`` are by name in the checkpoint's folder; ``values`` are encoded by `checkpoint.values`."""
+    """``files`` are by name in the checkpoint's folder; `checkpoint.values` encodes ``values``."""
 
     step: int
     files: dict[str, dict[str, Entry]]
@@ -55,7 +55,7 @@ class Manifest:
             os.fsync(file.fileno())
 
     def files_of(self, kind: str) -> dict[str, str]:
-        """The file of each tensor of one ``kind``, which is the first part of the file's name."""
+        """The file of each tensor of one ``kind``, the first part of the file's name."""
         return {
             name: file
             for file, entries in self.files.items()
@@ -75,7 +75,7 @@ class Manifest:
             raise CheckpointError(f"{path}: damaged ({error})") from error
         version = given.get("version") if isinstance(given, dict) else None
         if type(version) is not int or version < 1:
-            raise CheckpointError(f"{path}: this is no manifest of a checkpoint")
+            raise CheckpointError(f"{path}: this is not a manifest of a checkpoint")
         if version > VERSION:
             raise CheckpointError(
                 f"{path}: written in version {version} of the format, and this streamer reads up to "
@@ -92,7 +92,7 @@ class Manifest:
             raise CheckpointError(f"{path}: not laid out as a manifest ({error!r})") from error
 
     def check(self, folder: Path) -> None:
-        """Raise CheckpointError unless every file is there and holds what was written."""
+        """Raise CheckpointError unless every file is there and unchanged."""
         for name, entries in self.files.items():
             check_tensors(folder / name, entries)
 
@@ -101,7 +101,7 @@ def _parsed(path: Path, body: Any) -> Manifest:
     files = {}
     for name, entries in body["files"].items():
         if not _FILE_NAME.fullmatch(name):
-            raise CheckpointError(f"{path}: {name!r} is no name of a file beside it")
+            raise CheckpointError(f"{path}: {name!r} is not the name of a file in its folder")
         files[name] = {key: _entry(value) for key, value in entries.items()}
     step, values, written_by = body["step"], body["values"], body["written_by"]
     if type(step) is not int or not isinstance(values, dict) or not isinstance(written_by, dict):
@@ -127,12 +127,12 @@ def new_folder(path: Path, *, nbytes: int, what: str = "a checkpoint") -> Iterat
     """A folder to write ``nbytes`` of ``what`` into. It becomes ``path`` when the block ends, and is deleted
     if the block raises.
 
-    Raises FileExistsError where ``path`` is there already, and OSError, with the path and the bytes that are
-    needed, where it cannot be written.
+    Raises FileExistsError if ``path`` exists, and OSError, with the path and the number of bytes, if it
+    cannot be written.
     """
     if path.exists():
         raise FileExistsError(
-            errno.EEXIST, f"there is something already: give {what} a path of its own", str(path)
+            errno.EEXIST, f"the path exists already: use a new path for {what}", str(path)
         )
     beside = path.with_name(f".{path.name}.writing-{os.getpid()}")
     new_parents = [parent for parent in path.parents if not parent.exists()]
@@ -152,7 +152,7 @@ def new_folder(path: Path, *, nbytes: int, what: str = "a checkpoint") -> Iterat
     except BaseException as error:
         shutil.rmtree(path if is_placed else beside, ignore_errors=True)
         for parent in new_parents:
-            with suppress(OSError):  # not made, or another process has put a file there
+            with suppress(OSError):  # it does not exist, or another process has put a file there
                 parent.rmdir()
         if isinstance(error, OSError):
             at = "" if error.filename is None else f" ({error.filename})"
@@ -166,7 +166,7 @@ def new_folder(path: Path, *, nbytes: int, what: str = "a checkpoint") -> Iterat
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A path to write a file to. It becomes ``path``, in place of what is there, when the block ends, and is
+    """A path to write a file to. When the block ends it becomes ``path``, replacing a file there; it is
     deleted if the block raises. An OSError names ``path``; that of a write would name no file."""
     beside = path.with_name(f".{path.name}")
     try:
@@ -180,9 +180,9 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 def flush(folder: Path) -> None:
-    """Have the names in ``folder`` on the disk."""
+    """Flush the names in ``folder`` to the disk."""
     if not hasattr(os, "O_DIRECTORY"):
-        return  # Windows keeps the names by itself
+        return  # Windows flushes the names itself
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -199,13 +199,13 @@ def checkpoints(folder: Path) -> list[Path]:
         try:
             found.append((Manifest.read(path).step, path))
         except CheckpointError:
-            continue  # to load this one by its path raises the error
+            continue  # loading it by its path raises the error
     return [path for _, path in sorted(found)]
 
 
 def prune(folder: Path, keep: int, spared: Collection[Path] = ()) -> None:
-    """Delete all but the ``keep`` latest checkpoints in ``folder`` and those that are ``spared``, and what
-    killed processes left there.
+    """Delete all but the ``keep`` latest checkpoints in ``folder`` and those in ``spared``, and also files
+    that killed processes left there.
 
     Raises ValueError for a ``keep`` below 1.
     """
@@ -215,7 +215,7 @@ def prune(folder: Path, keep: int, spared: Collection[Path] = ()) -> None:
         if path in spared:
             continue
         hidden = path.with_name(f".{path.name}.deleting-{os.getpid()}")
-        shutil.rmtree(hidden, ignore_errors=True)  # of a process that had the same number
+        shutil.rmtree(hidden, ignore_errors=True)  # of a process with the same id
         path.rename(hidden)
         shutil.rmtree(hidden)
     for path in folder.iterdir() if folder.is_dir() else ():

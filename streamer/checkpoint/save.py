@@ -1,4 +1,4 @@
-"""`save`: a wrapped model, its optimizer and all that a run goes on from, in safetensors files."""
+"""`save`: the state of a run, with a wrapped model and its optimizer, in safetensors files."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ from streamer.store.purposes import MASTERING, MOMENTS, OPTIMIZER_STATE, Purpose
 from streamer.store.shard import HostShard
 from streamer.version import __version__
 
-#: Kinds of files: for each unit, and for the whole model. Values are those that are none of the others.
+#: Kinds of files: for each unit, and for the whole model. VALUES holds the tensors of no other kind.
 WEIGHTS, OPTIMIZER, GRADIENTS, BUFFERS, VALUES = "weights", "optimizer", "gradients", "buffers", "values"
 KINDS = (WEIGHTS, OPTIMIZER, GRADIENTS, BUFFERS, VALUES)
-#: What the manifest's values say of parameters that are left out, by their names.
+#: Key of the parameters left out in the manifest's values, by name.
 FROZEN = "frozen"
-#: What they say of parameters that are made of parts, by their names: the kind of each. [Note: parts]
+#: Key of the kind of each parameter stored in parts, by name. [Note: parts]
 IN_PARTS = "in parts"
-#: What they say of the generators of random numbers of ranks after the first.
+#: Key of the random states of ranks after the first.
 RANDOM_OF_RANKS = "random of ranks"
-#: Upper bounds for the manifest's JSON, for each tensor and for the rest, in the room that is asked for.
+#: Upper bounds for the manifest's JSON, for each tensor and for the rest, in the check for free space.
 ENTRY_BYTES, MANIFEST_BYTES = 1 << 9, 1 << 16
 
-#: A file in a folder that is written, with a text by which ranks know that they see the same folder.
+#: A file in a folder being written; its text lets ranks check that they share the folder.
 TOKEN = "token"
 
-#: Units that may wait in copies while training goes on.
+#: Units that may wait in copies while training continues.
 MOST_COPIES = 2
 
 
@@ -77,32 +77,31 @@ def save(
 ) -> Future[None]:
     """Write a checkpoint of a wrapped model into the new folder ``path``, complete or not at all.
 
-    In it are, in safetensors files: for each unit the weights (fp32 masters where they are trained, whatever
-    dtype they are streamed in, else as they are), the optimizer's moments as they are held and, between
-    backward calls that add up, the gradients; buffers; the states of the generators of random numbers; and
+    The checkpoint holds, in safetensors files: for each unit the weights (fp32 masters if they are trained,
+    whatever dtype they are streamed in, else as they are), the optimizer's moments as they are held and,
+    during gradient accumulation, the gradients; buffers; the states of the random number generators; and
     ``extra``, of numbers, strings, lists, tuples, dicts, tensors and arrays (``scheduler.state_dict()``,
     ``scaler.state_dict()``, the position in the data). ``manifest.json`` lists every tensor with its shape,
-    dtype and CRC-32. There is no pickle. `streamer.load` goes on from there to the bit.
+    dtype and CRC-32. There is no pickle. `streamer.load` continues from there, bitwise.
 
-    Waits for the updates that are running, and writes straight from host memory: beside the model no more
-    than two parameters' tensors are made. With ``block=False`` it returns once it knows what to write and
-    training may go on: an update copies its unit first if that has not been written yet, up to two units,
-    and waits beyond that. Then weights must not be written by hand until the returned future is done; its
-    ``result()`` raises what went wrong, or else the next `save` does. ``optimizer`` may be one of
-    ``torch.optim``, or None.
+    Waits for running updates, and writes straight from host memory: at most two parameters' tensors are
+    allocated in addition. With ``block=False`` it returns as soon as training may continue. An update then
+    copies its unit first if the unit is not written yet, up to two units, and waits beyond that. Do not write
+    weights by hand until the returned future is done; its ``result()`` raises the error of a failed write, or
+    else the next `save` does. ``optimizer`` may be one of ``torch.optim``, or None.
 
-    Ranks all call this, and each writes some of the units, those of the first machine alone if the others do
-    not find the folder. With ``block=False`` the first one writes all. In the checkpoint are the states of
-    all ranks' generators; it is read by any number of ranks. Where machines divide the state among them, it
-    is gathered unit by unit for the rank that writes it, which has two units' state in memory beside the
-    model's; all wait for that whatever ``block`` is.
+    Every rank must call this, and each writes some of the units; only those of the first machine do if the
+    others do not find the folder. With ``block=False`` the first rank writes all. The checkpoint holds the
+    states of all ranks' generators; any number of ranks can load it. If machines divide the state, it is
+    gathered unit by unit for the rank that writes it, which has two units' state in memory in addition to the
+    model's; all ranks wait for that, even with ``block=False``.
 
-    ``frozen=False`` leaves out the parameters that are not trained, such as the base of adapters: of each the
-    manifest has the CRC-32, by which `streamer.load` tells whether its model has the same one.
+    ``frozen=False`` leaves out frozen parameters, such as the base of adapters; the manifest has the CRC-32
+    by which `streamer.load` checks that its model has the same values.
 
-    Raises ValueError for what cannot be saved, FileExistsError where there is something at ``path``, and
-    OSError, with the path and the bytes that are needed, where it cannot be written; then nothing is left.
-    Of ranks all raise what has kept one of them from writing.
+    Raises ValueError for values that cannot be saved, FileExistsError if ``path`` exists, and OSError, with
+    the path and the number of bytes, if it cannot be written; then nothing is left there. If one rank cannot
+    write, all ranks raise its error.
     """
     executor = wrapped(model).executor
     ranks = executor.ranks
@@ -114,7 +113,7 @@ def save(
     block = block or OPTIMIZER_STATE in executor.disk_bytes()
     done: Future[None] = Future()
     what = partial(_content, model, optimizer, executor, dict(extra or {}), of_ranks, frozen=frozen)
-    # of ranks, each has the state of some parameters of an optimizer of PyTorch
+    # each rank has the state of some parameters of an optimizer of PyTorch
     gathers = executor.store.is_divided or not isinstance(optimizer, AdamW | None)
     if not ranks.is_alone and (block or gathers):
         _save_together(executor, ranks, Path(path), step, what)
@@ -137,7 +136,7 @@ def _save(
     nbytes = content.nbytes(units)
     by_index = {unit.index: unit for unit in units}
     shards = {unit.index: executor.shard(unit) for unit in units}
-    # a copy would bring what is on disk back into memory: updates of those units wait until they are read
+    # a copy would bring state on disk back into memory: updates of those units wait until they are read
     most_copies = 0 if any(shard.uses_disk for shard in shards.values()) else MOST_COPIES
     handover: Handover[int, HostShard] = Handover(shards, most_copies=most_copies)
 
@@ -152,7 +151,7 @@ def _save(
                 content.write(folder, content.files)
                 Manifest(step, content.entries, content.values, _written_by()).write(folder)
         finally:
-            handover.read_all(lambda *_: None)  # if the folder was not made, updates must not wait for ever
+            handover.read_all(lambda *_: None)  # if creating the folder failed, updates must not wait forever
             for shard in shards.values():
                 shard.before_change = None
 
@@ -172,8 +171,8 @@ def _save(
 def _save_together(
     executor: Executor, ranks: Ranks, path: Path, step: int, make_content: Callable[[], _Content]
 ) -> None:
-    """Write a checkpoint of which each rank writes some units, and the first one the rest. What machines hold
-    parts of is gathered for who writes it."""
+    """Write a checkpoint: each rank writes some units, and the first one the rest. State that machines divide
+    is gathered for the rank that writes it."""
     units = [*executor.units, executor.root]
     with _writing(ranks, "beginning a checkpoint"):
         _settle_saving(executor)
@@ -182,7 +181,7 @@ def _save_together(
     with ExitStack() as made:
         open_folder = partial(_open_folder, made, path, content.nbytes(units))
         folder, token = ranks.on_first("beginning a checkpoint", open_folder)
-        # a folder that is on the first machine's own disk is written there alone
+        # a folder on the first machine's own disk is written only there
         seen = ranks.exchange("finding the folder of a checkpoint", _token_in(folder) == token)
         writer_of = _dealt(units, [rank for rank, sees in enumerate(seen) if sees])
         try:
@@ -211,7 +210,7 @@ def _save_together(
                     Manifest(step, content.entries, content.values, _written_by()).write(folder)
                     made.close()
         except BaseException:
-            # who ends last leaves nothing, also where the first one was killed
+            # the last one to end leaves nothing, even if the first rank was killed
             if seen[ranks.rank]:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -219,8 +218,8 @@ def _save_together(
 
 @contextmanager
 def _writing(ranks: Ranks, words: str) -> Iterator[None]:
-    """A block that all ranks meet at the end of. An OSError of one is raised on all; of what else fails on
-    one the others raise RanksError."""
+    """A block with a barrier of all ranks at its end. An OSError of one rank is raised on all; for any other
+    error of one rank the others raise RanksError."""
     failed: OSError | None = None
     with ranks.together(words):
         try:
@@ -252,7 +251,7 @@ def _token_in(folder: Path) -> str | None:
 
 
 def _dealt(units: Sequence[Unit], writers: Sequence[int]) -> dict[int, int]:
-    """Who writes which unit, so that each writes about as many bytes."""
+    """The rank that writes each unit, so that each writes about as many bytes."""
     given = dict.fromkeys(writers, 0)
     found: dict[int, int] = {}
     for unit in sorted(units, key=lambda unit: unit.layout.nbytes, reverse=True):
@@ -262,8 +261,8 @@ def _dealt(units: Sequence[Unit], writers: Sequence[int]) -> dict[int, int]:
 
 
 def _settle_saving(executor: Executor) -> None:
-    """Wait for the checkpoint that is being written, if there is one, and raise what went wrong in it if
-    nobody has asked."""
+    """Wait for the checkpoint that is being written, if any, and raise its error unless the caller has read
+    it."""
     executor.wait_for_saving()
     if executor.saving is not None and not executor.saving.asked:
         executor.saving.result()
@@ -274,21 +273,21 @@ Files = dict[str, list[Piece]]
 
 @dataclass
 class _Content:
-    """What goes into a checkpoint beside the shards: ``files`` have gradients, buffers and values of the
-    manifest that are tensors. ``moments`` are, by the unit's index, the parameters that have moments."""
+    """A checkpoint's content besides the shards: ``files`` have gradients, buffers and tensors among the
+    manifest's values. ``moments`` are the parameters that have moments, by the unit's index."""
 
     executor: Executor
     files: Files
     values: dict[str, Any]
     moments: dict[int, list[Slice]]
     state_dtype: torch.dtype
-    #: whether parameters that are not trained are written too
+    #: whether frozen parameters are written too
     frozen: bool
     entries: dict[str, dict[str, Entry]] = field(default_factory=dict)
     flushing: Flushing = field(default_factory=Flushing)
 
     def nbytes(self, units: Sequence[Unit]) -> int:
-        """Of all files, the manifest's estimated."""
+        """Bytes of all files, with an estimate for the manifest."""
         of_units = [self.of_unit(unit, self.executor.shard(unit), on_host=True) for unit in units]
         files = [pieces for files in (*of_units, self.files) for pieces in files.values()]
         return MANIFEST_BYTES + sum(file_bytes(pieces) + ENTRY_BYTES * len(pieces) for pieces in files)
@@ -307,13 +306,13 @@ class _Content:
         return {name: pieces for name, pieces in files.items() if pieces}
 
     def write_unit(self, folder: Path, unit: Unit, shard: HostShard, *, on_host: bool = True) -> None:
-        """Write a unit's files, and let the manifest know its parameters that are not written."""
+        """Write a unit's files, and add its parameters that are left out to the manifest."""
         self.write(folder, self.of_unit(unit, shard, on_host=on_host))
         for slice in () if self.frozen else left_out(unit):
             self.values[FROZEN][slice.param.name] = asdict(LeftOut.held(slice, shard))
 
     def take_over(self, part: Manifest) -> None:
-        """Let the manifest know what another rank has written."""
+        """Add another rank's files to the manifest."""
         self.entries |= part.files
         self.values[FROZEN] |= part.values[FROZEN]
 
@@ -331,7 +330,7 @@ def _content(
     *,
     frozen: bool,
 ) -> _Content:
-    """What goes into a checkpoint now, once all updates are done. Raises ValueError for what cannot be
+    """The content of a checkpoint now, once all updates are done. Raises ValueError for values that cannot be
     saved."""
     if isinstance(optimizer, AdamW):
         check_owns(optimizer, executor)
@@ -363,7 +362,7 @@ def _content(
 
 
 def _check_registered(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Raise ValueError for a parameter that is no longer in the model: what is in its place has no shard."""
+    """Raise ValueError for a parameter that is no longer in the model: its replacement has no shard."""
     registered = set(model.parameters())
     for unit in units:
         for name, param, _ in unit.registered:
@@ -375,7 +374,7 @@ def _check_registered(model: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def in_parts(executor: Executor) -> dict[str, str]:
-    """The kinds of the parameters that are made of parts, by their names."""
+    """The kinds of the parameters stored in parts, by name."""
     units = (*executor.units, executor.root)
     return {each.name: each.composite.kind for unit in units for each in unit.in_parts}
 
@@ -391,7 +390,7 @@ def _put(pieces: list[Piece], tensor: torch.Tensor | OnDisk) -> str:
 
 
 def file_name(kind: str, unit: Unit | None = None) -> str:
-    """The file for what is of one ``kind``, of a unit or of the whole model."""
+    """The file for tensors of one ``kind``, of a unit or of the whole model."""
     if unit is None:
         return f"{kind}.safetensors"
     number = "root" if unit.index < 0 else f"{unit.index:05d}"
@@ -399,8 +398,8 @@ def file_name(kind: str, unit: Unit | None = None) -> str:
 
 
 def _weight(slice: Slice, shard: HostShard, backend: Backend | None) -> Piece:
-    """The whole of a parameter. Kernels make its master on the HOST lane of ``backend``, if that is given;
-    else PyTorch does, on the thread that asks."""
+    """The whole of a parameter. Kernels compute its master on the HOST lane of ``backend``, if there is one;
+    else PyTorch does, on the calling thread."""
     if not slice.param.trainable or slice.dtype == torch.float32:
         if shard.is_out:
             return Piece(slice.param.name, slice.dtype, slice.param.shape, partial(shard.weight_of, slice))
@@ -412,8 +411,8 @@ def _weight(slice: Slice, shard: HostShard, backend: Backend | None) -> Piece:
 
 
 def _moment(slice: Slice, purpose: Purpose, shard: HostShard) -> Piece:
-    """A parameter's part of its moments, read from disk when its turn comes if it is there. That of a shard
-    which is divided is counted, and not read."""
+    """A parameter's part of its moments; a moment on disk is read when it is written. The part of a divided
+    shard is counted, and not read."""
     name = f"{slice.param.name}.{purpose.name}"
     if not (shard.is_on_disk(purpose) or shard.is_divided):
         return Piece.of(name, purpose.part(slice, shard[purpose]))
@@ -435,7 +434,7 @@ def _optimizer(
     moments: dict[int, list[Slice]],
     put: Put,
 ) -> dict[str, Any]:
-    """What the manifest says of the optimizer; ``moments`` gets the parameters that have any."""
+    """The optimizer's entry in the manifest; ``moments`` gets the parameters that have any."""
     if optimizer is None:
         return {"class": None}
     if not isinstance(optimizer, AdamW):
@@ -473,5 +472,5 @@ def check_owns(optimizer: AdamW, executor: Executor) -> None:
         for param in group["params"]:
             home = require_home(param)
             if home.executor is not executor:
-                raise ValueError(f"'{home.slice.param.name}' of the optimizer is of another model")
+                raise ValueError(f"'{home.slice.param.name}' of the optimizer belongs to another model")
             check_owner(home, optimizer.token)

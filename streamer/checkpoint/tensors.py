@@ -1,9 +1,9 @@
 """Tensors in files of the safetensors format (https://huggingface.co/docs/safetensors), written one after
-another straight from where they are.
+another straight from their memory.
 
-The library's own writer needs all tensors of a file in memory at once. Here each tensor is made when its turn
-comes, so that temporary copies (the fp32 master of a bf16 weight) exist for no more than two tensors at a
-time. Files are read by the library.
+The library's own writer needs all tensors of a file in memory at once. Here each tensor is created just
+before it is written, so that temporary copies (the fp32 master of a bf16 weight) exist for at most two
+tensors at a time. The library reads the files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import nn
 from streamer.errors import CheckpointError
 from streamer.torch_private import is_sparse, sparse_parts
 
-#: The format's names of the dtypes that are written.
+#: The format's names of the supported dtypes.
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -49,13 +49,13 @@ DTYPES = {
 
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
-#: Bytes that are read at once when a file is checked.
+#: Bytes read at once to check a file.
 CHUNK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor to write: ``read`` gives it, on the CPU, when its turn comes."""
+    """A tensor to write: ``read`` returns it, on the CPU, when it is written."""
 
     name: str
     dtype: torch.dtype
@@ -73,7 +73,7 @@ class Piece:
 
 
 def stored_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors in which a checkpoint has the buffers of ``model``, by name. A sparse buffer is stored as
+    """The tensors that store the buffers of ``model`` in a checkpoint, by name. A sparse buffer is stored as
     its indices and, last, its values, under its name and a number."""
     found: dict[str, torch.Tensor] = {}
     for name, buffer in model.named_buffers():
@@ -86,8 +86,8 @@ def stored_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a manifest says of a tensor in a file: dtype by the format's name, where its bytes begin after the
-    header and how many they are, and their CRC-32."""
+    """A manifest's entry for a tensor in a file: its dtype by the format's name, the start of its bytes after
+    the header, their number, and their CRC-32."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -103,7 +103,7 @@ def file_bytes(pieces: Sequence[Piece]) -> int:
 
 
 class Flushing:
-    """Flushes files to the disk in a thread, while the next files are written. When the block ends without an
+    """Flushes files to the disk in a thread, while the next files are written. If the block ends without an
     error, all of them are on the disk."""
 
     def __init__(self) -> None:
@@ -138,11 +138,11 @@ def write_tensors(
     flushing: Flushing,
     metadata: Mapping[str, str] | None = None,
 ) -> dict[str, Entry]:
-    """Write ``pieces`` into a new file, which is on the disk when the block of ``flushing`` ends; an entry
-    for each."""
+    """Write ``pieces`` into a new file, which is on the disk when the block of ``flushing`` ends. Returns an
+    entry for each."""
     pieces = _in_order(pieces)
     checksums = []
-    # while one tensor is written the next is made, and the checksum of both taken
+    # the next tensor is created, and both checksums computed, while one tensor is written
     with path.open("xb", buffering=0) as file, ThreadPoolExecutor(2) as pool:
         _write_all(file, memoryview(_header(pieces, metadata)))
         made = [pool.submit(_bytes_of, piece) for piece in pieces[:1]]
@@ -195,7 +195,7 @@ def check_tensors(path: Path, entries: Mapping[str, Entry]) -> None:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     with reading(path):
-        pass  # the library is stricter about headers, and nothing may be changed before it has agreed
+        pass  # the library is stricter about headers, and nothing may change before it has accepted this one
 
 
 def in_a_line(error: Exception) -> str:
@@ -204,7 +204,7 @@ def in_a_line(error: Exception) -> str:
 
 
 def _check_header(file: Any, path: Path, entries: Mapping[str, Entry]) -> int:
-    """Where the bytes of the tensors begin in the file, whose header must be that of ``entries``."""
+    """The start of the tensors' bytes in the file, whose header must be that of ``entries``."""
     begin = 8 + int.from_bytes(file.read(8), "little")
     end = file.seek(0, os.SEEK_END)
     if begin > end:
@@ -228,7 +228,7 @@ def _check_header(file: Any, path: Path, entries: Mapping[str, Entry]) -> int:
 
 
 def _described(dtype: str, shape: Sequence[int], offset: int, nbytes: int) -> dict[str, Any]:
-    """What the format's header says of a tensor."""
+    """The format's header entry of a tensor."""
     return {"dtype": dtype, "shape": [*shape], "data_offsets": [offset, offset + nbytes]}
 
 

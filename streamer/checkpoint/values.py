@@ -1,5 +1,5 @@
-"""What a checkpoint holds beside tensors: Python values as JSON (no pickle, and the same values back), and
-the states of the generators of random numbers that a run draws from.
+"""The parts of a checkpoint that are not tensors: Python values as JSON (no pickle, and the same values
+back), and the states of the random number generators of a run.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 
 from streamer.optim.replay.spill import OnDisk
 
-#: Takes a tensor that is stored outside of the JSON, and returns the name that stands for it in the JSON.
+#: Takes a tensor to store outside of the JSON, and returns the name that stands for it in the JSON.
 Put = Callable[[torch.Tensor | OnDisk], str]
 
 _HUGE = 1 << 64
 
 
 def encode(value: Any, put: Put, where: str = "extra") -> Any:
-    """``value`` in JSON's types. Raises ValueError for what is neither a number, a string, a list, a tuple, a
-    dict, None, a tensor nor an array, naming its place."""
+    """``value`` in JSON's types. Raises ValueError for anything but a number, a string, a list, a tuple, a
+    dict, None, a tensor or an array, naming its place."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | str):
@@ -51,13 +51,13 @@ def encode(value: Any, put: Put, where: str = "extra") -> Any:
             ]
         }
     raise ValueError(
-        f"{where} is a {type(value).__name__}, which cannot be saved without pickle: give numbers, strings, "
+        f"{where} is a {type(value).__name__}, which cannot be saved without pickle: use numbers, strings, "
         "lists, tuples, dicts, tensors or arrays (a scheduler's state_dict(), say)"
     )
 
 
 def decode(value: Any, get: Callable[[str], torch.Tensor]) -> Any:
-    """The value that was encoded; ``get`` returns a tensor by its name. Raises ValueError for other JSON."""
+    """The decoded value; ``get`` returns a tensor by its name. Raises ValueError for other JSON."""
     if value is None or isinstance(value, bool | str | int):
         return value
     if isinstance(value, dict) and len(value) == 1:
@@ -76,7 +76,7 @@ def decode(value: Any, get: Callable[[str], torch.Tensor]) -> Any:
         if kind in ("dict", "counter"):
             pairs = {decode(key, get): decode(item, get) for key, item in held}
             return pairs if kind == "dict" else Counter(pairs)
-    raise ValueError(f"{value!r} is no encoded value")
+    raise ValueError(f"{value!r} is not an encoded value")
 
 
 def random_states() -> dict[str, Any]:
@@ -91,7 +91,7 @@ def random_states() -> dict[str, Any]:
 
 
 def check_random_states(states: dict[str, Any]) -> None:
-    """Raise an error, of NumPy's or the others' kind, unless `set_random_states` accepts these states."""
+    """Raise an error, of any kind, unless `set_random_states` accepts these states."""
     random.Random().setstate(states["python"])
     np.random.RandomState().set_state(states["numpy"])
     torch.Generator().set_state(states["cpu"])
@@ -101,7 +101,7 @@ def check_random_states(states: dict[str, Any]) -> None:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Go on from ``states`` of `random_states`; those of GPUs that are not here are left out."""
+    """Continue from ``states`` of `random_states`, without those of GPUs that are not here."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["cpu"])

@@ -1,11 +1,11 @@
-"""Options that are "auto": three candidates are planned, and the fastest that fits is taken.
+"""Options that are "auto": the planner plans three candidates and takes the fastest that fits.
 
 [Note: chosen options]
-The candidates are: every graph kept, with the whole batch; recompute, with the whole batch; recompute with
+The candidates are: all graphs kept, with the whole batch; recompute, with the whole batch; recompute with
 inputs in host memory, and the largest micro-batches that fit. An option that is not "auto" is the same in
-all. Where ``num_slots`` is, a candidate has two slots, and is planned again with as many as fit with the rest
-of its step, one at least. Steps whose seconds agree in three digits count as equally fast: the one that needs
-least memory is taken.
+all. If ``num_slots`` is "auto", a candidate is planned with two slots, and again with as many as fit with the
+rest of its step, at least one. Steps whose seconds agree to three digits count as equally fast; the one that
+needs the least memory wins.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from streamer.store.ledger import Room, lacks, verdict
 
 Policies = str | tuple[str, ...] | Callable[[int], str]
 
-#: Slices of a batch that are tried at most: each takes time in a step.
+#: The most slices of a batch to try: each slice costs time in a step.
 MOST_SLICES = 256
 
 
@@ -49,7 +49,7 @@ class Choice(NamedTuple):
 
 
 def may_be_auto(options: object) -> tuple[Any, Any, Any]:
-    """Those of `streamer.wrap`'s ``options`` that may be "auto", in the order of a `Choice`."""
+    """Those of `streamer.wrap`'s ``options`` that may be "auto", in the order of `Choice`."""
     return attrgetter(*Choice._fields)(options)
 
 
@@ -64,7 +64,7 @@ def _in_words(activations: Policies) -> str:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The choice, its plan, the reason, and all that was planned for ``room``."""
+    """The choice, its plan, the reason, and all plans considered for ``room``."""
 
     choice: Choice
     plan: StepPlan
@@ -98,17 +98,17 @@ def choose(
     layers: int,
     batch: int,
 ) -> Chosen:
-    """The fastest candidate that fits into ``room``, where ``options``, as of `may_be_auto`, are "auto".
-    [Note: chosen options]
+    """The fastest candidate that fits into ``room``, for those of ``options`` (from `may_be_auto`) that are
+    "auto". [Note: chosen options]
 
-    ``plan_of`` plans a choice with room for anything. Micro-batches are left out if it raises
-    AmbiguousBatchError for them; that is raised where nothing else may be chosen. Raises MemoryError, with
-    what the nearest candidate needs, where none fits. A bar counts the plans, if stderr is a terminal.
+    ``plan_of`` plans a choice with unlimited memory. Micro-batches are left out if it raises
+    AmbiguousBatchError for them; the error propagates if there is no other choice. Raises MemoryError, with
+    the needs of the nearest candidate, if none fits. A bar counts the plans, if stderr is a terminal.
     """
     planned: dict[Choice, StepPlan] = {}
     ambiguous = ""
     is_auto = AUTO in options
-    # disable=None: unless it is a terminal
+    # disable=None: only on a terminal
     with (
         tqdm(desc="'auto'", unit=" plans", disable=None, leave=False) as bar,
         torch.random.fork_rng(devices=()),
@@ -143,7 +143,7 @@ def choose(
 
 
 def _candidates(options: tuple[Any, Any, Any], layers: int, batch: int) -> list[list[Choice]]:
-    """The candidates; of that with micro-batches one for each size, the largest first."""
+    """The candidates; the one with micro-batches has one entry for each size, the largest first."""
     activations, num_slots, size = options
     if not (callable(activations) or isinstance(activations, str)):
         activations = tuple(activations)
@@ -163,24 +163,24 @@ def _candidates(options: tuple[Any, Any, Any], layers: int, batch: int) -> list[
 
 
 def sizes_below(batch: int) -> list[int]:
-    """Micro-batch sizes to try, the largest first: the powers of two below ``batch`` of which it has
-    `MOST_SLICES` or fewer."""
+    """Micro-batch sizes to try, the largest first: the powers of two below ``batch`` that cut it into at most
+    `MOST_SLICES`."""
     powers = (1 << power for power in reversed(range((batch - 1).bit_length())))
     return [size for size in powers if batch <= size * MOST_SLICES]
 
 
 def _most_slots(plan: StepPlan, room: Room, layers: int) -> int:
-    """The most slots that fit with the rest of ``plan``, 0 if it does not fit itself."""
+    """The most slots that fit with the rest of ``plan``, 0 if the plan itself does not fit."""
     return max((slots for slots in range(1, layers + 1) if not lacks(plan.tiers(room, slots))), default=0)
 
 
 def _digits(plan: StepPlan) -> float:
-    """Its seconds in three digits."""
+    """The plan's seconds to three digits."""
     return float(f"{plan.prediction.seconds:.3g}")
 
 
 def _rank(plan: StepPlan) -> tuple[float, int]:
-    """Less is better: seconds, and bytes of those that are as fast."""
+    """Less is better: seconds, then bytes among equally fast plans."""
     return _digits(plan), plan.device_needed + plan.host_total
 
 
@@ -189,7 +189,7 @@ def _reason(choice: Choice, planned: Mapping[Choice, StepPlan], room: Room, *, i
     words = f"{choice}: a step of {plan.prediction.seconds:.3g} s is predicted"
     faster = {other: found for other, found in planned.items() if _digits(found) < _digits(plan)}
     if faster:
-        # the slowest of them lacks least
+        # the slowest of them lacks the least
         other = max(faster, key=lambda one: faster[one].prediction.seconds)
         short = lacks(faster[other].tiers(room))
         return f"{words}; {other} would take {faster[other].prediction.seconds:.3g} s, for which {short}"
@@ -197,13 +197,13 @@ def _reason(choice: Choice, planned: Mapping[Choice, StepPlan], room: Room, *, i
 
 
 def _nothing_fits(planned: Mapping[Choice, StepPlan], room: Room, *, is_auto: bool) -> str:
-    """What the nearest miss lacks."""
+    """An error message with the lack of the nearest candidate."""
     tiers = {choice: plan.tiers(room) for choice, plan in planned.items()}
     nearest = min(tiers, key=lambda choice: sum(tier.lacking for tier in tiers[choice]))
     if not is_auto:
         words = verdict(f"a step with {nearest} on a batch like the example", tiers[nearest])
         *names, last = Choice._fields
-        return f"{words}: give 'auto' for {', '.join(names)} and {last}, or a smaller batch"
+        return f"{words}: set {', '.join(names)} and {last} to 'auto', or use a smaller batch"
     words = verdict(f"any options that 'auto' may choose; the nearest are {nearest}", tiers[nearest])
     return (
         f"{words}: use a smaller batch or dtype=torch.bfloat16, freeze parameters, or stream parts of "

@@ -1,9 +1,9 @@
-"""What operations cost on a machine: FLOPs of products, bytes of all others, and the launch of each.
+"""The cost of operations on a machine: FLOPs of products, bytes of all others, and the launch of each.
 
 Attention runs by the kernel that a real device would choose. On meta tensors
 ``torch.nn.functional.scaled_dot_product_attention`` is a chain of plain operations, which holds a score for
-every pair of tokens. A device has fused kernels that never hold the scores; what a step takes there is known
-only if the graph has these kernels.
+every pair of tokens. A device has fused kernels that never hold the scores. The plan needs these kernels in
+the graph to predict the step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from streamer.torch_private import dispatch_modes, storage_id
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
-#: The largest head dimension of a GPU's flash kernel, and what it rounds head dimensions up to a multiple of.
+#: The largest head dimension of a GPU's flash kernel, and the multiple that it rounds head dimensions up to.
 MOST_HEAD_DIM, HEAD_DIMS = 256, 8
 #: Whether PyTorch's memory-efficient kernel takes fewer heads of keys than of queries: 2.13 does not.
 EFFICIENT_TAKES_GROUPS = torch.__version__ >= "2.14"
@@ -68,8 +68,8 @@ _ATTENTION = {
 
 
 class DeviceKernels(TorchFunctionMode):
-    """Inside the block, attention on meta tensors is the kernel of a device of ``kind``, "cpu" or "cuda", and
-    products with 4-bit weights are what a device makes of them for more than a few rows."""
+    """Inside the block, attention on meta tensors runs as the kernel of a device of ``kind``, "cpu" or
+    "cuda", and products with 4-bit weights run as on a device for more than a few rows."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class DeviceKernels(TorchFunctionMode):
 
 
 def _quantized_rows(rows: torch.Tensor, threshold: float = 0.0) -> Any:
-    """Rows in 8 bits, none of whose columns has outliers: values decide how many there are."""
+    """Rows in 8 bits, without outliers in any column: the number of outliers depends on values."""
     return torch.ops.bitsandbytes.int8_vectorwise_quant(rows, 0.0)
 
 
@@ -107,7 +107,7 @@ def _product_in_8_bits(
     return ops.int8_scaled_mm(codes, weight, row_scales, scales, bias=bias, dtype=rows.dtype), None
 
 
-#: Operations that only values could tell the results of, or that are several on a GPU.
+#: Operations whose results depend on values, or that are several operations on a GPU.
 _OF_BITSANDBYTES: dict[str, Callable[..., Any]] = {
     "bitsandbytes::gemm_4bit": product_with_4_bits,
     "bitsandbytes::int8_vectorwise_quant": _quantized_rows,
@@ -209,13 +209,13 @@ _GATHERING = {_aten.embedding, _aten.index_select, _aten.gather, _aten.index, _a
 
 
 def _grouped_flops(left: Any, right: Any, *_: Any, out_val: Any, **__: Any) -> int:
-    """Of products of groups of rows, or of columns, with a matrix each: a row meets its own group's alone."""
+    """FLOPs of products of groups of rows, or of columns, with one matrix for each group."""
     if left.dim() == right.dim() == 2:  # groups of the inner dimension, each with a product of its own
         return 2 * int(left.numel()) * int(right.shape[1])
     return 2 * int(out_val.numel()) * int(left.shape[-1])
 
 
-#: Products of mixtures of experts, of which PyTorch has no formula.
+#: Products of mixtures of experts, for which PyTorch has no formula.
 _GROUPED = {
     getattr(_aten, name): _grouped_flops
     for name in ("_grouped_mm", "_scaled_grouped_mm")
@@ -224,18 +224,18 @@ _GROUPED = {
 
 _FORMULAS = {**_GROUPED, **flop_registry, **_ATTENTION}
 
-#: By name, of a library that may not be there.
+#: By name, since the library may not be installed.
 _NAMED: dict[str, Callable[..., int]] = {
     "bitsandbytes::int8_scaled_mm": lambda left, right, *_, **__: 2 * left.numel() * right.shape[0],
 }
 
-#: Names of operations whose FLOPs are worth to be counted.
+#: Names of operations whose FLOPs matter.
 _PRODUCT = re.compile(r"(^|_)(mm|bmm|addmm|addbmm|baddbmm|matmul|linear|conv\w*|attention|lstm|gru|rnn)(_|$)")
 
 
 @cache
 def _tell_uncounted(packet: Any) -> None:
-    """Say once that a product costs nothing in plans."""
+    """Warn once that a product costs nothing in plans."""
     name = str(packet)
     if _PRODUCT.search(name.rpartition(".")[2]):
         warn(f"{name} has no formula for its FLOPs: plans count its bytes and no arithmetic")
@@ -257,7 +257,7 @@ class Cost:
         return Cost(self.flops - other.flops, seconds, self.ops - other.ops)
 
     def times(self, number: int) -> Cost:
-        """The cost of doing it ``number`` times."""
+        """The cost of ``number`` repetitions."""
         return Cost(self.flops * number, self.seconds * number, self.ops * number)
 
 
@@ -265,24 +265,24 @@ NOTHING = Cost()
 
 
 class SeesOperations(Protocol):
-    """Takes note of each operation after it has run."""
+    """Records each operation after it has run."""
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None: ...
 
 
-#: Shape, strides and dtype of a tensor; the tensors, or None, that an operation has returned.
+#: Shape, strides and dtype of a tensor; the tensors (or None) that an operation has returned.
 _Form = tuple[Sequence[int], Sequence[int], torch.dtype]
 _Forms = _Form | tuple[_Form | None, ...]
-#: What operations on meta tensors returned, by what they were given; and how many of them are remembered.
+#: Results of operations on meta tensors, by their arguments, and the number of results to cache.
 _returned: dict[Any, _Forms | None] = {}
 MOST_REMEMBERED = 1 << 16
 _CONSTANTS = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 
 
 def _result(func: Any, args: Any, kwargs: Any) -> Any:
-    """What ``func`` returns. On the meta device that has no values, and PyTorch finds its shape in Python:
-    layers are alike, so a shape that was found is used again."""
-    if not _makes_new(func) or dispatch_modes():  # which want to see it too
+    """The result of ``func``. On the meta device it has no values, and PyTorch derives its shape in Python.
+    Layers are alike, so a known shape is used again."""
+    if not _makes_new(func) or dispatch_modes():  # these must record it too
         return func(*args, **kwargs)
     given = _given((args, *kwargs.items()))
     if given is None:
@@ -301,7 +301,7 @@ def _result(func: Any, args: Any, kwargs: Any) -> Any:
 
 @cache
 def _makes_new(func: Any) -> bool:
-    """Whether an operation returns new tensors, and writes none that it is given."""
+    """Whether an operation returns new tensors, and writes none of its arguments."""
     schema = func._schema
     of_values = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     new = all(each.alias_info is None and str(each.type) == "Tensor" for each in schema.returns)
@@ -309,7 +309,7 @@ def _makes_new(func: Any) -> bool:
 
 
 def _given(value: Any) -> Any:
-    """All that the shape of a result depends on; None where values may matter."""
+    """Everything that the shape of a result depends on; None if values may matter."""
     if isinstance(value, torch.Tensor):
         is_plain = value.is_meta and value.layout is torch.strided and not value.is_complex()
         return (value.shape, value.stride(), value.dtype) if is_plain else None
@@ -320,7 +320,7 @@ def _given(value: Any) -> Any:
 
 
 def _forms_of(result: Any, args: Any, kwargs: Any) -> _Forms | None:
-    """What `_like` makes such a result from; None where that would be another one."""
+    """The forms from which `_like` creates an equal result; None if it cannot."""
     several = result if isinstance(result, tuple) else (result,)
     seen = {storage_id(each) for each in tensors_in((*args, *kwargs.values()))}
     forms: list[_Form | None] = []
@@ -349,8 +349,8 @@ def _of_form(form: _Form) -> torch.Tensor:
 
 
 class Observer(TorchDispatchMode, abc.ABC):
-    """A mode that sees the operations of the block, and lets those ``beside`` it see them: each further
-    mode in Python would delay every operation."""
+    """A mode that records the operations of the block, and passes them to the observers ``beside`` it: a
+    further mode in Python would delay every operation."""
 
     def __init__(self, *beside: SeesOperations) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -363,11 +363,11 @@ class Observer(TorchDispatchMode, abc.ABC):
 
     @abc.abstractmethod
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Take note of an operation that has run."""
+        """Record an operation that has run."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_wrapper, types)):
-            return NotImplemented  # what it does with its inner tensors comes here
+            return NotImplemented  # its operations on inner tensors come here
         kwargs = kwargs or {}
         result = _result(func, args, kwargs)
         for each in self._all:
@@ -376,11 +376,11 @@ class Observer(TorchDispatchMode, abc.ABC):
 
 
 class Operations(Observer):
-    """Counts what runs in the block, and the seconds that it takes on ``machine`` (without one: 0).
+    """Counts the operations in the block, and their seconds on ``machine`` (0 without one).
 
     A matrix product, a convolution or an attention takes the time of its FLOPs, or that of its bytes if that
-    is longer (Williams, Waterman & Patterson, Roofline, CACM 2009); everything else that of its bytes, read
-    and written. Views move nothing and are not counted. ``flops`` are by PyTorch's formulas;
+    is longer (Williams, Waterman & Patterson, Roofline, CACM 2009). Every other operation takes the time of
+    its bytes, read and written. Views move nothing and are not counted. ``flops`` follow PyTorch's formulas;
     `torch.utils.flop_counter.FlopCounterMode` counts the same, by module too, and takes several times longer.
     """
 
@@ -389,17 +389,17 @@ class Operations(Observer):
         self.flops = self.nbytes = self.ops = 0
         self.seconds = 0.0
         self._machine = machine
-        #: how often each operation counts
+        #: how many times each operation counts
         self._times = 1
 
     @property
     def cost(self) -> Cost:
-        """The cost of all that has run so far."""
+        """The cost of all operations so far."""
         return Cost(self.flops, self.seconds, self.ops)
 
     @contextmanager
     def counting(self, times: int) -> Iterator[None]:
-        """Let each operation of the block count ``times``."""
+        """Count each operation of the block ``times``."""
         self._times, before = times, self._times
         try:
             yield
@@ -416,7 +416,7 @@ class Operations(Observer):
         machine = self._machine
         if machine is None or machine.device_bytes_per_second is not None:
             nbytes = self._times * _moved(packet, args, kwargs, result)
-            # the rate of products has the bytes that they move in it
+            # the rate of products already includes the bytes that they move
             self.nbytes += 0 if flops else nbytes
         if machine is not None:
             seconds = flops / _rate(machine, packet, args) if flops else 0.0
@@ -425,7 +425,7 @@ class Operations(Observer):
             self.seconds += seconds + self._times * machine.seconds_per_op
 
     def _is_of_host(self, args: Any, result: Any) -> bool:
-        """Whether an operation runs on the host beside a GPU, where an optimizer counts its steps."""
+        """Whether an operation runs on the host while there is a GPU, as an optimizer's step counter does."""
         if self._machine is None or self._machine.kind != CUDA:
             return False
         first = next(tensors_in((result, *args)), None)
@@ -434,8 +434,8 @@ class Operations(Observer):
 
 @contextmanager
 def repeated(times: int) -> Iterator[None]:
-    """Inside the block each operation counts ``times`` in all `Operations` that are open: for a loop of which
-    one round stands for all. Bytes that are held count once."""
+    """Inside the block each operation counts ``times`` in all open `Operations`: for a loop that runs one
+    round in place of all. Bytes held count once."""
     with ExitStack() as counting:
         for mode in dispatch_modes():
             if isinstance(mode, Operations):
@@ -444,7 +444,7 @@ def repeated(times: int) -> Iterator[None]:
 
 
 def is_wrapper(kind: type) -> bool:
-    """Whether tensors of a class are made of inner ones, with which their operations compute."""
+    """Whether tensors of a class wrap inner tensors, on which their operations compute."""
     return hasattr(kind, "__tensor_flatten__")
 
 
@@ -474,7 +474,7 @@ def _moved(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments of an operation, or in its result, also those in lists of them."""
+    """The tensors among the arguments of an operation, or in its result, including those in lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -484,5 +484,5 @@ def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     nbytes = tensor.numel() * tensor.element_size()
-    # an expanded tensor shows the same memory again and again
+    # an expanded tensor repeats the same memory
     return min(nbytes, tensor.untyped_storage().nbytes()) if 0 in tensor.stride() else nbytes

@@ -1,13 +1,13 @@
 """A plan measures one layer of each kind, and counts it for all.
 
 [Note: kinds of layers]
-Most layers of a model are copies of one another. A layer's forward or backward depends on the layer's
-structure and on the shapes of its inputs alone: its time, the bytes that it allocates and frees, the bytes
-that stay for backward. So each kind runs once, on meta tensors and outside of the step, and these figures
-count for every call of its kind. The executor still issues every op, and tensors that stay are allocated.
+Most layers of a model are copies of one another. A layer's forward or backward depends only on the layer's
+structure and on the shapes of its inputs: its time, the bytes that it allocates and frees, the bytes that
+stay for backward. So each kind runs once, on meta tensors and outside of the step, and its figures count for
+every call of its kind. The executor still issues every op, and tensors that stay are allocated.
 
-Of a batch that is cut into many slices two are measured, and three: the difference is what each further slice
-takes. A last slice that is shorter runs both times.
+For a batch that is cut into many slices, the plan measures two slices and three: the difference is the cost
+of each further slice. A shorter last slice runs both times.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from streamer.torch_private import is_sparse, storage_id
 
 T = TypeVar("T", "Forward", "Backward")
 
-#: Attributes in which layers keep their own index, on which nothing depends that they compute.
+#: Attributes in which layers keep their own index; no computation depends on them.
 INDICES = {"layer_idx", "layer_id", "layer_number", "layer_index", "block_idx", "block_index"}
 #: Attributes that `wrap` sets on modules.
 OURS = {*GUARDS, "forward"}
@@ -47,8 +47,8 @@ _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 
 
 def kind_of(unit: Unit) -> str:
-    """A text that is the same for layers that compute alike: the layout of their parameters, and the classes
-    and attributes of their modules. An object without a value to compare counts as itself."""
+    """A text that is equal for layers that compute alike: the layout of their parameters, and the classes and
+    attributes of their modules. An object without a comparable value counts as itself."""
     layout = [(each.param.shape, each.param.dtype, each.param.trainable) for each in unit.layout.slices]
     parts = [(each.positions, each.composite.structure) for each in unit.in_parts]
     of_parts = {
@@ -60,12 +60,12 @@ def kind_of(unit: Unit) -> str:
         (name, type(module), _attributes(module, {*INDICES, *OURS, *of_parts.get(module, ())}))
         for module, name in names.items()
     ]
-    # modules may know the name that they have in the model
+    # modules may know their name in the model
     return repr((layout, parts, ties, modules)).replace(unit.name, "")
 
 
 def _attributes(module: nn.Module, skipped: set[str]) -> list[object]:
-    """All that the result of a module may depend on but its parameters and children."""
+    """Everything that a module's result may depend on, except its parameters and children."""
     found: list[object] = []
     for name, value in vars(module).items():
         if name in HOOKS:
@@ -90,7 +90,7 @@ def _comparable(value: object) -> object:
 
 
 class Form(NamedTuple):
-    """A tensor but for its values."""
+    """A tensor's properties except its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -99,8 +99,8 @@ class Form(NamedTuple):
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Form:
-        """The form of ``tensor``. Raises NotImplementedError for a sparse one, with which PyTorch computes
-        nothing on the meta device."""
+        """The form of ``tensor``. Raises NotImplementedError for a sparse one: PyTorch has no operations for
+        it on the meta device."""
         if is_sparse(tensor):
             raise NotImplementedError("PyTorch has no operations for sparse tensors without values")
         return Form(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
@@ -113,15 +113,14 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Taken:
-    """The cost of some work, the most bytes that it held on top of those before it, and the bytes that stay
-    for backward."""
+    """The cost of some work, the peak of the bytes that it added, and the bytes that stay for backward."""
 
     cost: Cost
     rise: int
     kept: int = 0
 
     def with_more(self, other: Taken, slices: int) -> Taken:
-        """The same with ``slices`` more, of which ``other`` has one more than this."""
+        """The figures for ``slices`` more; ``other`` has one slice more than this."""
         each = other.cost - self.cost
         return Taken(
             self.cost + each.times(slices),
@@ -132,7 +131,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Forward:
-    """A layer's forward: the outputs, the cost, and which of the inputs and the outputs its graph keeps."""
+    """A layer's forward: the outputs, the cost, and the inputs and outputs that its graph keeps."""
 
     outputs: list[Form]
     rebuild: Rebuild
@@ -144,7 +143,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """A layer's backward: which parameters have gradients, those of the inputs, and the cost."""
+    """A layer's backward: the parameters with gradients, the gradients of the inputs, and the cost."""
 
     used: list[bool]
     gradients: list[Form | None]
@@ -165,13 +164,13 @@ class Kinds:
         self.of_layer = {unit.index: kind_of(unit) for unit in self.executor.units}
 
     def count(self, taken: Taken) -> None:
-        """Count ``taken`` for work that is not run."""
+        """Count ``taken`` for work that does not run."""
         self.backend.count(taken.cost)
         self.tracker.rise(taken.rise)
 
 
 def measure_kinds(executor: Executor, tracker: Tracker) -> None:
-    """Let the layers of a model on the virtual backend count what one of their kind takes; ``tracker`` counts
+    """Make the layers of a model on the virtual backend count the figures of their kind; ``tracker`` counts
     the bytes."""
     assert isinstance(executor.backend, VirtualBackend), "others have work to do"
     kinds = Kinds(executor, executor.backend, tracker)
@@ -182,7 +181,7 @@ def measure_kinds(executor: Executor, tracker: Tracker) -> None:
 
 
 class CountedCall(LayerCall):
-    """A call of a layer that counts the figures of its kind, and allocates what stays."""
+    """A call of a layer that counts the figures of its kind, and allocates the tensors that stay."""
 
     def __init__(
         self, kinds: Kinds, executor: Executor, call: Call, policy: Policy, cut: BatchSlices | None
@@ -300,8 +299,8 @@ class CountedCall(LayerCall):
 
 
 def _cut_shorter(cut: BatchSlices, count: int, full: int) -> BatchSlices:
-    """``cut`` with ``count`` of its ``full`` slices that are as long as the first, and the last if it is
-    shorter."""
+    """``cut`` with ``count`` of its ``full`` slices, which are as long as the first, and the last slice if it
+    is shorter."""
     end = cut.slices[count][0]
     return cut._replace(slices=[*cut.slices[:count], *((end, length) for _, length in cut.slices[full:])])
 
@@ -315,7 +314,7 @@ def _resized(form: Form, dim: int, length: int) -> Form:
 
 
 class Apart:
-    """Stands in for the executor in a call outside of the step: bytes that are saved there do not count."""
+    """Stands in for the executor in a call outside of the step: bytes saved there do not count."""
 
     def __init__(self, executor: Executor) -> None:
         self.backend, self.units, self.root = executor.backend, executor.units, executor.root

@@ -1,15 +1,15 @@
-"""A machine as the virtual backend sees it (rates in units per second, sizes in bytes), and machines by
-name, from their makers' documents, with the source of every figure beside it.
+"""A machine as the virtual backend models it (rates in units per second, sizes in bytes), and machines by
+name. Figures come from their makers' documents; each has its source in a comment.
 
-Products are at the peak of the data sheet, dense and added up in fp32, which real ones do not reach: a step
-takes longer than what these predict. What is measured by `streamer calibrate` has no such excuse.
+Products run at the peak of the data sheet, dense and accumulated in fp32. Real products do not reach it, so a
+real step takes longer than predicted. Rates measured by `streamer calibrate` have no such error.
 Estimates, the same for all: copies reach four fifths of the link (the rest goes to headers and credits),
 operations on the device four fifths of its memory's peak, the host update three quarters of its memory's
-peak, an operation takes 5 microseconds (launched by PyTorch one by one), and this library a millisecond of
-the host for each visit of a layer (half of what `bench/host_cost.py` measures on a server's slower core).
-The disk, of which a machine's makers say nothing, is one NVMe drive on four lanes of PCIe 4.0: it reads at
-four fifths of its link, as copies do, and writes at half of that, since a drive that is written for hours has
-to erase what it has held before. ``streamer calibrate --disk DIR`` measures the drive that there is.
+peak. An operation takes 5 microseconds (launched by PyTorch one by one), and this library takes a millisecond
+of the host for each forward or backward of a layer (half of what `bench/host_cost.py` measures on a server's
+slower core). The disk, on which a machine's maker says nothing, is one NVMe drive on four lanes of PCIe 4.0:
+it reads at four fifths of its link, as copies do. It writes at half of that, since a drive that is written
+for hours has to erase old blocks. ``streamer calibrate --disk DIR`` measures the real drive.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ GIB = 1 << 30
 ENOUGH = 1 << 60
 
 CUDA, CPU = "cuda", "cpu"
-#: What gradients go over from GPU to GPU; see `Machine`.
+#: The path of gradients from GPU to GPU; see `Machine`.
 INTERCONNECTS = BY_HOST, BY_PCIE, NVLINK = "host", "pcie", "nvlink"
 
 
 @dataclass(frozen=True)
 class Beside:
-    """The share of its rate, in (0, 1], that one lane keeps while another works beside it: the first name
-    is the one that slows, *copy* and *disk* either direction. 1 where the two share nothing."""
+    """The share of its rate, in (0, 1], that one lane keeps while another works at the same time. In a name
+    the first lane is the one that slows; *copy* and *disk* mean either direction. 1 if they share nothing."""
 
     compute_host: float = 1.0
     host_compute: float = 1.0
@@ -52,17 +52,17 @@ class Beside:
     disk_disk: float = 1.0
 
     def kept(self, lane: Lane, other: Lane) -> float:
-        """The share that ``lane`` keeps beside ``other``."""
+        """The share that ``lane`` keeps while ``other`` works."""
         return float(getattr(self, f"{lane.group}_{other.group}"))
 
 
-#: Bytes that a process takes of a GPU before its first tensor: its context and the kernels of the libraries.
-#: Several hundred MiB, by GPU and version; here half a GiB, not a measurement.
+#: Bytes of a GPU that a process takes before its first tensor, for its context and the libraries' kernels:
+#: several hundred MiB, by GPU and version. Half a GiB is an estimate, not a measurement.
 CONTEXT_BYTES = 1 << 29
 
 
 def context_bytes(kind: str) -> int:
-    """`CONTEXT_BYTES` of a device of this kind, 0 of one that has no such context."""
+    """`CONTEXT_BYTES` for a device of this kind, 0 if it has no such context."""
     return CONTEXT_BYTES if kind == CUDA else 0
 
 
@@ -91,32 +91,32 @@ class Machine:
 
     Args:
         flops_per_second: of matrix products, convolutions and attention, by PyTorch's formulas
-            (`torch.utils.flop_counter`), which know of no mask.
-        h2d_bytes_per_second, d2h_bytes_per_second: of a copy with nothing beside it.
-        host_bytes_per_second: of the host update, counted as what it reads and writes.
+            (`torch.utils.flop_counter`), which ignore masks.
+        h2d_bytes_per_second, d2h_bytes_per_second: of a copy while no other lane works.
+        host_bytes_per_second: of the host update, counted as the bytes that it reads and writes.
         device_bytes, host_bytes: sizes of the two memories.
-        kind: "cuda", or "cpu" where the host's cores stand in for a device, whose memory is then the
+        kind: "cuda", or "cpu" if the host's cores stand in for a device; the device's memory is then the
             host's.
-        fp32_flops_per_second: of products of fp32 tensors; None: as of others.
-        bf16_flops_per_second: of products of bf16 tensors, where tensor cores do not know bf16; None: as of
-            others.
-        attention_flops_per_second: of fused attention; None: as of products.
-        device_bytes_per_second: of operations that wait for the device's memory (norms, activations), counted
-            as what they read and write; None: they take no time.
-        seconds_per_op: what an operation takes however little it does.
-        compute_capability: of a GPU, as ``torch.cuda.get_device_properties`` has it, on which the size of
-            cuBLAS's workspaces depends. None: as of an H100.
-        disk_read_bytes_per_second, disk_write_bytes_per_second: of the drives that ``disk=`` names, together.
-        ranks: GPUs that train one model together, each with a process of its own; the host's memory, its
-            update and its drives are for all of them, every other rate and size is of one.
-        machines: so many machines of ``ranks`` GPUs each train one model together; everything else is of one.
-        network_bytes_per_second: of what a machine sends to the others, for all of its GPUs.
-        collective_bytes_per_second: of what a GPU sends to the others while gradients are averaged.
-        interconnect: what that goes over: "nvlink", links of its own; "pcie", the links that copies take,
+        fp32_flops_per_second: of products of fp32 tensors; None: the same as others.
+        bf16_flops_per_second: of products of bf16 tensors, if tensor cores do not support bf16; None: the
+            same as others.
+        attention_flops_per_second: of fused attention; None: the same as products.
+        device_bytes_per_second: of operations bound by the device's memory (norms, activations), counted as
+            the bytes that they read and write; None: they take no time.
+        seconds_per_op: the least time of an operation.
+        compute_capability: of a GPU, as in ``torch.cuda.get_device_properties``; it sets the size of cuBLAS's
+            workspaces. None: that of an H100.
+        disk_read_bytes_per_second, disk_write_bytes_per_second: of all drives that ``disk=`` names, together.
+        ranks: GPUs that train one model together, each with its own process. They share the host's memory,
+            its update and its drives; every other rate and size is for one GPU.
+        machines: how many machines of ``ranks`` GPUs each train one model together; all else is for one.
+        network_bytes_per_second: of the bytes that a machine sends to the others, for all of its GPUs.
+        collective_bytes_per_second: of the bytes that a GPU sends to the others to average gradients.
+        interconnect: the path of these bytes: "nvlink", separate links; "pcie", the links that copies take,
             straight to the other GPUs; "host", the same links by way of the host's memory.
-        seconds_per_visit: what this library takes of the host for each forward and backward of a layer,
-            beside its operations. A GPU works meanwhile at what it has been given before.
-        beside: what lanes keep of their rates beside one another.
+        seconds_per_visit: host time of this library for each forward and backward of a layer, besides the
+            layer's operations. Meanwhile a GPU works on operations queued before.
+        beside: the share of their rates that lanes keep while others work.
         coherent: the GPU and the CPU share one memory, so that ``device_bytes`` and ``host_bytes`` are the
             same bytes.
         calibrated: whether rates were measured on the machine itself; others are bounds.
@@ -149,8 +149,8 @@ class Machine:
     calibrated: bool = False
 
     def bytes_per_second(self, lane: Lane) -> float:
-        """The rate of a lane that is not COMPUTE; of COLLECTIVE, that of what a GPU sends; of BARRIER, where
-        nothing moves, infinite."""
+        """The rate of a lane that is not COMPUTE: for COLLECTIVE, of the bytes that a GPU sends; for BARRIER,
+        which moves nothing, infinite."""
         if lane is Lane.BARRIER:
             return math.inf
         rate = float(getattr(self, f"{lane.value}_bytes_per_second"))
@@ -164,7 +164,7 @@ class Machine:
             return min(rate / self.ranks, memory)
         if lane is not Lane.COLLECTIVE:
             return min(rate, memory)
-        # what goes by way of the host's memory is written there and read again
+        # bytes by way of the host's memory are written there and read again
         return min(rate, memory / 2) if self.interconnect == BY_HOST else rate
 
     def product_flops(self, dtype: torch.dtype) -> float:
@@ -188,24 +188,24 @@ class Machine:
 
     @property
     def network_rate(self) -> float:
-        """Bytes per second that one GPU sends to other machines, while the others of its machine do."""
+        """Bytes per second that one GPU sends to other machines, while the others of its machine do too."""
         return self.network_bytes_per_second / self.ranks
 
     def as_between_gpus(self, nbytes: int) -> int:
-        """The bytes that a GPU sends to others of this machine as it sends ``nbytes`` to other machines."""
+        """The bytes that a GPU sends within its machine while it sends ``nbytes`` to other machines."""
         return int(nbytes * self.bytes_per_second(Lane.COLLECTIVE) / self.network_rate)
 
     def kept(self, lane: Lane, other: Lane) -> float:
-        """The share of its rate, in (0, 1], that ``lane`` keeps while ``other`` works beside it."""
+        """The share of its rate, in (0, 1], that ``lane`` keeps while ``other`` works."""
         together = {lane, other}
         if Lane.COLLECTIVE in together and together & {Lane.H2D, Lane.D2H}:
             return 1.0 if self.interconnect == NVLINK else 0.5
         return self.beside.kept(lane, other)
 
     def of_ranks(self, ranks: int, machines: int = 1) -> Machine:
-        """This machine with so many GPUs, as one of so many ``machines``. More than two GPUs are taken to be
-        in a server of two sockets, with `SERVER_BYTES` of memory at `SERVER_BYTES_PER_SECOND`, unless this
-        one has more, or its memory is the GPU's too."""
+        """This machine with ``ranks`` GPUs, as one of ``machines``. More than two GPUs are assumed to be in a
+        server of two sockets, with `SERVER_BYTES` of memory at `SERVER_BYTES_PER_SECOND`, unless this machine
+        has more, or its memory is the GPU's too."""
         if ranks <= 2 or self.coherent:
             return replace(self, ranks=ranks, machines=machines)
         return replace(
@@ -217,8 +217,8 @@ class Machine:
         )
 
     def with_room(self, device_bytes: int = ENOUGH) -> Machine:
-        """This machine with memory for any model, so that what a plan takes is told in figures; the device
-        may have ``device_bytes`` only."""
+        """This machine with memory for any model, so that a plan can report its needs; the device may be
+        limited to ``device_bytes``."""
         return replace(self, device_bytes=device_bytes, host_bytes=ENOUGH)
 
 
@@ -317,8 +317,8 @@ RTX_A6000 = replace(
     interconnect=BY_PCIE,  # peer access; below one switch, assumed
 )
 
-#: A T4 in a cloud's machine. Its tensor cores know fp16, but not bf16: products of bf16 take as long as those
-#: of fp32.
+#: A T4 in a cloud's machine. Its tensor cores support fp16, but not bf16: products of bf16 take as long as
+#: those of fp32.
 T4 = Machine(
     name="T4",
     flops_per_second=65e12,  # NVIDIA T4 data sheet: fp16 with fp32 accumulation
@@ -328,7 +328,7 @@ T4 = Machine(
     h2d_bytes_per_second=PCIE_3,  # the data sheet: PCIe 3.0 x16
     d2h_bytes_per_second=PCIE_3,
     host_bytes_per_second=48e9,  # half of six channels of DDR4-2666, 128 GB/s (JESD79-4); estimate
-    device_bytes=15 * GIB,  # 16 GB, of which ECC takes a sixteenth: what a driver reports
+    device_bytes=15 * GIB,  # 16 GB less a sixteenth for ECC: as a driver reports
     host_bytes=128 * GIB,  # as AWS's g4dn.8xlarge
     seconds_per_op=SECONDS_PER_OP,
     seconds_per_visit=SECONDS_PER_VISIT,
@@ -344,8 +344,8 @@ L4 = Machine(
     device_bytes_per_second=0.8 * 300e9,  # the same
     h2d_bytes_per_second=PCIE_4,  # the same: PCIe 4.0 x16
     d2h_bytes_per_second=PCIE_4,
-    host_bytes_per_second=75e9,  # half of what an A100's host has; assumed
-    device_bytes=45 * GIB // 2,  # 24 GB, of which ECC takes a sixteenth: what a driver reports
+    host_bytes_per_second=75e9,  # half of an A100's host; assumed
+    device_bytes=45 * GIB // 2,  # 24 GB less a sixteenth for ECC: as a driver reports
     host_bytes=128 * GIB,  # as AWS's g6.8xlarge, and g5.8xlarge of an A10G
     seconds_per_op=SECONDS_PER_OP,
     seconds_per_visit=SECONDS_PER_VISIT,
@@ -362,7 +362,7 @@ A10G = replace(
     compute_capability=8.6,
 )
 
-#: An L40S in a server of which one GPU is used.
+#: An L40S in a server; one GPU is used.
 L40S = replace(
     L4,
     name="L40S",
@@ -370,7 +370,7 @@ L40S = replace(
     fp32_flops_per_second=91.6e12,  # the same
     device_bytes_per_second=0.8 * 864e9,  # the same; PCIe 4.0 x16 as an L4's
     host_bytes_per_second=150e9,  # eight channels of DDR4-3200 are 204.8 GB/s (JESD79-4); estimate
-    device_bytes=45 * GIB,  # 48 GB, of which ECC takes a sixteenth: what a driver reports
+    device_bytes=45 * GIB,  # 48 GB less a sixteenth for ECC: as a driver reports
     host_bytes=256 * GIB,  # assumed
     interconnect=BY_PCIE,  # peer access; below one switch, assumed
 )
@@ -379,7 +379,7 @@ L40S = replace(
 A100_PCIE_4 = Machine(
     name="A100, PCIe 4",
     flops_per_second=312e12,  # NVIDIA A100 data sheet: bf16, dense
-    fp32_flops_per_second=19.5e12,  # the same; PyTorch uses TF32 only where it is told to
+    fp32_flops_per_second=19.5e12,  # the same; PyTorch uses TF32 only on request
     device_bytes_per_second=0.8 * 1935e9,  # the same
     h2d_bytes_per_second=PCIE_4,  # the same: PCIe 4.0 x16
     d2h_bytes_per_second=PCIE_4,
@@ -418,7 +418,7 @@ H100_PCIE_5 = Machine(
     compute_capability=9.0,
 )
 
-#: An H100 SXM in a server of which one GPU is used.
+#: An H100 SXM in a server; one GPU is used.
 H100_SXM = replace(
     H100_PCIE_5,
     name="H100 SXM",
@@ -429,14 +429,14 @@ H100_SXM = replace(
     device_bytes_per_second=0.8 * 3350e9,  # the same
 )
 
-#: One H200 with a 16-core host of which 150 GB/s are this GPU's.
+#: One H200 with a 16-core host; this GPU's share of the host's memory is 150 GB/s.
 H200 = replace(
     H100_SXM,
     name="H200",
     flops_per_second=989e12,  # NVIDIA H200 data sheet: bf16, half of 1979 with sparsity
     device_bytes_per_second=0.8 * 4800e9,  # the same
     host_bytes_per_second=150e9,  # a share of a server's memory; assumed
-    device_bytes=139 * GIB,  # of the data sheet's 141 GB, which is 131 GiB, or 144: what a driver reports
+    device_bytes=139 * GIB,  # of the data sheet's 141 GB, which is 131 GiB, or 144: as a driver reports
     host_bytes=128 * GIB,  # assumed
 )
 
@@ -494,7 +494,7 @@ DGX_SPARK = Machine(
     coherent=True,
 )
 
-#: By the name that is asked for.
+#: By name.
 MACHINES = {
     "rtx-3090": RTX_3090,
     "rtx-4060ti-16gb": RTX_4060_TI_16GB,
@@ -518,7 +518,7 @@ MACHINES = {
 }
 
 
-#: The same by the name that a driver has for the GPU.
+#: By the driver's name of the GPU.
 BY_GPU = {
     "NVIDIA GeForce RTX 3090": RTX_3090,
     "NVIDIA GeForce RTX 4060 Ti": RTX_4060_TI_16GB,
@@ -544,19 +544,19 @@ BY_GPU = {
 
 
 def peak_flops(gpu: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s of products in ``dtype`` by the data sheet of the GPU that its driver calls so; None for one of
-    which none is known here."""
+    """FLOP/s of products in ``dtype`` by the data sheet of the GPU with this driver name; None for an unknown
+    GPU."""
     machine = BY_GPU.get(gpu)
     return None if machine is None else machine.product_flops(dtype)
 
 
-#: The most names that an error proposes.
+#: The most names that an error suggests.
 MOST_LIKE = 4
 
 
 def named_machine(name: str) -> Machine:
-    """The machine of a name in `MACHINES`. Raises ValueError for one that is not there, with the names that
-    are like it, if there are any, and the list of all."""
+    """The machine of a name in `MACHINES`. Raises ValueError for an unknown name, with similar names, if any,
+    and the list of all."""
     if name not in MACHINES:
         *others, last = like_name(name) or [""]
         near = f"did you mean {', '.join(others)}{' or ' * bool(others)}{last}? " if last else ""
@@ -565,8 +565,8 @@ def named_machine(name: str) -> Machine:
 
 
 def like_name(name: str) -> list[str]:
-    """The names in `MACHINES` that are like ``name``: the one that differs only in case, spaces and dashes;
-    if there is none, those that have ``name`` in them or are in it, and then those that are spelt nearly so.
+    """The names in `MACHINES` similar to ``name``: the one that differs only in case, spaces and dashes; if
+    there is none, those that contain ``name`` or are part of it, and then those with similar spelling.
     """
     by_plain = {_plain(known): known for known in MACHINES}
     asked = _plain(name)

@@ -1,5 +1,5 @@
-"""What a piece of code costs and holds, measured without data: FLOPs, seconds, and bytes as they come and
-go.
+"""The cost and memory of a piece of code, measured without data: FLOPs, seconds, and bytes allocated and
+freed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from streamer.planner.machine import CUDA, Machine
 from streamer.torch_private import storage_id
 
 _aten = torch.ops.aten
-#: Bytes that CUDA's kernels of PyTorch allocate for the time of one operation, for each element of its first
-#: argument: fp32 sums of several blocks, gradients in fp32, sorted places. A margin, rounded up;
+#: Bytes that CUDA's kernels of PyTorch allocate during one operation, for each element of its first argument:
+#: fp32 sums of several blocks, gradients in fp32, sorted places. A margin, rounded up;
 #: `tests/backends/test_cuda_plan.py` compares plans with PyTorch's allocator.
 KERNEL_BYTES = {
     _aten.sum: 9,
@@ -32,7 +32,7 @@ KERNEL_BYTES = {
 }
 
 
-#: PyTorch's allocator rounds each tensor up to a block: a share of all bytes, a margin too.
+#: PyTorch's allocator rounds each tensor up to a block: a share of all bytes, also a margin.
 ROUNDED = 32
 
 
@@ -52,16 +52,16 @@ def kernel_bytes(func: Any, args: Any, result: Any) -> int:
 
 
 def _keeps_rows(source: torch.Tensor, result: torch.Tensor) -> bool:
-    """Whether a reduction leaves the innermost dimension: only then do blocks hold partial sums."""
+    """Whether a reduction keeps the innermost dimension: only then do blocks hold partial sums."""
     return source.dim() > 1 and result.dim() > 0 and result.shape[-1] == source.shape[-1]
 
 
 class Tracker(Observer):
-    """``now`` and ``peak`` bytes of the storages that operations of this thread make inside the block, on any
-    device, on meta tensors too. What was made before, or by other means, does not count.
+    """``now`` and ``peak`` bytes of the storages that operations of this thread create inside the block, on
+    any device, on meta tensors too. Storages created before, or by other means, do not count.
 
-    Storages are counted as long as there is a tensor of theirs, and with the bytes that were asked for: how
-    an allocator rounds them is not in it. With ``on_gpu``, `kernel_bytes` count too.
+    A storage counts as long as a tensor uses it, with the bytes requested, before an allocator rounds them.
+    With ``on_gpu``, `kernel_bytes` count too.
     """
 
     def __init__(self, *, on_gpu: bool = False) -> None:
@@ -73,7 +73,7 @@ class Tracker(Observer):
         self.owned_at_peak: Counter[str] = Counter()
 
     def owner(self) -> str:
-        """Who makes what is made now."""
+        """The owner of new storages."""
         return "all"
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -99,7 +99,7 @@ class Tracker(Observer):
         return (now + now // ROUNDED, peak + peak // ROUNDED) if self._on_gpu else (now, peak)
 
     def rise(self, nbytes: int) -> None:
-        """Count ``nbytes`` that came and are gone again."""
+        """Count ``nbytes`` that were allocated and are freed again."""
         owner = self.owner()
         self.now += nbytes
         self.owned[owner] += nbytes
@@ -123,7 +123,7 @@ class Tracker(Observer):
 
 
 class Meter(ExitStack):
-    """Counts FLOPs and seconds on ``machine``, and bytes, of the block."""
+    """Counts FLOPs and seconds on ``machine``, and bytes, in the block."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Meter(ExitStack):
 
     @property
     def peak(self) -> int:
-        """The most of `now` since it was set."""
+        """The maximum of `now` since it was last set."""
         return self._tracker.peak
 
     @peak.setter

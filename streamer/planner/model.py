@@ -2,12 +2,12 @@
 
 [Note: options that are chosen]
 A step is planned as forward and backward of the model's ``loss``, or of the sum of all that it returns, and
-AdamW with fp32 moments, in training mode and outside of autocast. What else a loop holds on the device comes
-on top: a loss outside of the model takes a copy or two of the logits. ``device_memory``, if there is one, is
-the budget of the device, else what is free there; the host has what is free, and what the model's own weights
-will free. Rates are those of ``machine``, else of `streamer.planner.machine.RTX_4090` for a GPU and of
-`CPU`; sizes are always those of the device and the host that there are. Where ``num_slots`` is None, two are
-planned, and what ``device_memory`` leaves room for comes on top as it always does.
+AdamW with fp32 moments, in training mode and outside of autocast. Other device memory of a loop is not in the
+plan: a loss outside of the model takes a copy or two of the logits. The budget of the device is
+``device_memory``, or else its free memory. The host has its free memory, and the bytes that the model's own
+weights will free. Rates are those of ``machine``, or else of `streamer.planner.machine.RTX_4090` for a GPU
+and of `CPU`; sizes are always those of the real device and host. If ``num_slots`` is None, the plan has two,
+and `wrap` adds as many as ``device_memory`` has room for, as it always does.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from streamer.planner.step import StepPlan, plan_step
 from streamer.quantized.parts import composite_of, marked, plainly
 from streamer.store.ledger import UNLIMITED, Tier, require
 
-#: What to do about a model that cannot be planned.
-WITHOUT_PLAN = "give activations, num_slots and micro_batch_size yourself, and no example"
+#: The remedy for a model that cannot be planned.
+WITHOUT_PLAN = "set activations, num_slots and micro_batch_size yourself, without example"
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` on the meta device, whose parameters, buffers and plain tensor attributes have no
-    values: none is copied. What is shared is shared in the copy.
+    """A copy of ``model`` on the meta device. Its parameters, buffers and plain tensor attributes have no
+    values: none is copied. Shared tensors stay shared in the copy.
 
-    Raises ValueError where a module cannot be copied.
+    Raises ValueError if a module cannot be copied.
     """
     memo: dict[int, Any] = {}
     owners: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
@@ -64,7 +64,7 @@ def skeleton(model: nn.Module) -> nn.Module:
     for name, param in model.named_parameters():
         if (composite := composite_of(name, param, owners[param])) is None:
             plain = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-            plain.__dict__.update(vars(param))  # a dtype that it is to keep
+            plain.__dict__.update(vars(param))  # such as a dtype to keep
             memo[id(param)] = plain
             continue
         # the modules may hold the parts too
@@ -87,49 +87,49 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model is called with in a plan: tensors without values."""
+    """The arguments of a model in a plan: tensors without values."""
 
     tensors: list[torch.Tensor]
     rebuild: Rebuild
 
     @staticmethod
     def like(example: object) -> Batch:
-        """Raises ValueError for what is no batch."""
+        """Raises ValueError for an object that is not a batch."""
         if isinstance(example, torch.Tensor):
             example = (example,)
         if not isinstance(example, tuple | Mapping):
             raise ValueError(
-                "'auto' needs a batch to plan with: give wrap(example=...) a tensor, a tuple of the model's "
-                "arguments, or a dict of them by name; only shapes and dtypes are used"
+                "'auto' needs a batch to plan with: set wrap(example=...) to a tensor, a tuple of the "
+                "model's arguments, or a dict of them by name; only shapes and dtypes are used"
             )
         given = ((), dict(example)) if isinstance(example, Mapping) else (example, {})
         tensors, rebuild = flatten(given)
         if not any(tensor.dim() for tensor in tensors):
-            raise ValueError("example: there is no tensor in it whose first dimension could be the batch")
+            raise ValueError("example: no tensor in it has a first dimension that could be the batch")
         batch = Batch([torch.empty_like(tensor, device="meta") for tensor in tensors], rebuild)
         if not batch.size:
-            raise ValueError("example: its batch is empty: give one as large as those of the steps")
+            raise ValueError("example: its batch is empty: use one as large as those of the steps")
         return batch
 
     @property
     def size(self) -> int:
-        """Samples: the first dimension of its first tensor that has one."""
+        """Samples: the first dimension of the first tensor that has one."""
         return next(tensor.shape[0] for tensor in self.tensors if tensor.dim())
 
     def check_arguments(self, model: nn.Module) -> None:
-        """Raise ValueError unless they are arguments of ``model``'s forward."""
+        """Raise ValueError unless the batch fits the arguments of ``model``'s forward."""
         args, kwargs = self.rebuild(self.tensors)
         try:
             inspect.signature(model.forward).bind(*args, **kwargs)
         except TypeError as error:
             raise ValueError(
-                f"example: it is not what {type(model).__name__}.forward takes ({error}): give a tensor, a "
+                f"example: {type(model).__name__}.forward does not take it ({error}): use a tensor, a "
                 "tuple of the model's arguments, or a dict of them by name"
             ) from error
 
     def step(self, model: nn.Module) -> Callable[[], None]:
-        """A step of ``model`` on it: forward, backward of its ``loss`` or of the sum of all that it returns,
-        and AdamW."""
+        """A step of ``model`` on the batch: forward, backward of its ``loss`` or of the sum of all that it
+        returns, and AdamW."""
         args, kwargs = self.rebuild(self.tensors)
         is_trained = any(param.requires_grad for param in model.parameters())
         optimizer = AdamW(model.parameters()) if is_trained else None
@@ -148,22 +148,22 @@ class Batch:
 
 
 def not_planned(error: Exception) -> ValueError:
-    """What to raise where a step cannot be run."""
+    """The error to raise if a step cannot run."""
     told = one_line(error)
     if isinstance(error, NotImplementedError) or "meta" in told.lower():
         return ValueError(
             f"a step is planned without values, which this model needs ({told}): {WITHOUT_PLAN}"
         )
-    return ValueError(f"example: the model cannot run on a batch like it ({told})")
+    return ValueError(f"example: the model cannot run on such a batch ({told})")
 
 
 def one_line(error: Exception) -> str:
-    """An error's message on one line, in 300 characters at most, and what was added to it."""
+    """An error's message and its notes on one line, in at most 300 characters."""
     message = " ".join(str(error).split())[:300] or type(error).__name__
     return "; ".join([message, *notes(error)])
 
 
-#: Rates of the host's cores where they stand in for a device: round figures, not a measurement.
+#: Rates of the host's cores when they stand in for a device: round figures, not a measurement.
 CPU = Machine(
     name="CPU",
     flops_per_second=100e9,
@@ -185,10 +185,10 @@ def plan_of(
     options: WrapOptions,
     host_bytes: int = ENOUGH,
 ) -> PlanOf:
-    """What plans a choice for ``model``, a `skeleton`, on ``machine`` with room for anything: what fits is
-    seen to by whoever chooses. ``options`` are the same for all choices. With ``options.disk``, what
-    ``host_bytes`` have no room for is on disk. What does not fit even so is planned as if all were in host
-    memory."""
+    """A function that plans a choice for ``model``, a `skeleton`, on ``machine`` with unlimited memory: the
+    caller checks what fits. ``options`` are the same for all choices. With ``options.disk``, state beyond
+    ``host_bytes`` is on disk. A choice that does not fit even so is planned with everything in host memory.
+    """
     roomy = machine.with_room()
 
     def plan(choice: Choice) -> StepPlan:
@@ -208,7 +208,7 @@ def plan_of(
         executor = wrapped(planned).executor
         try:
             step = batch.step(planned)
-            # the plan shows what steps take beside what has its place by now
+            # the plan adds a step's needs to the memory that is allocated by now
             executor.host_limit = UNLIMITED
             return plan_step(executor, step)
         except AmbiguousBatchError:
@@ -232,12 +232,12 @@ def choose_options(
     ranks: int = 1,
     machines: int = 1,
 ) -> Chosen:
-    """A choice for those of ``options`` that are "auto", for ``backend``'s device and memory and for so many
-    ``ranks`` of each of ``machines``, each with such an example. Where none is, the choice is what
-    ``options`` say, planned.
+    """A choice for those of ``options`` that are "auto", for ``backend``'s device and memory, with ``ranks``
+    GPUs in each of ``machines``, each with a batch like the example. If none is "auto", the choice is
+    ``options`` as they are, planned.
 
-    ``machine`` says how fast the device is, itself or by name. Raises ValueError for what cannot be planned,
-    or not be run, and MemoryError where no step fits. [Note: options that are chosen]
+    ``machine`` defines the device's speed, as a `Machine` or a name. Raises ValueError for a model that
+    cannot be planned or run, and MemoryError if no step fits. [Note: options that are chosen]
     """
     batch = Batch.like(example)
     batch.check_arguments(model)
@@ -273,21 +273,21 @@ def _require_slots(
 
 
 def machine_of(backend: Backend, given: Machine | str | None = None) -> Machine:
-    """Rates to plan with on ``backend``: those of ``given``, a machine or the name of one, if it is not None,
-    and what PyTorch says of the GPU that there is."""
+    """Rates to plan with on ``backend``: those of ``given``, a machine or a name, unless it is None, and
+    PyTorch's properties of the real GPU."""
     machine = named_machine(given) if isinstance(given, str) else given
     if machine is None and isinstance(backend, VirtualBackend):
         machine = backend.machine
     elif machine is None:
         machine = CPU if backend.device.type == "cpu" else RTX_4090
     elif not isinstance(machine, Machine):
-        raise ValueError(f"machine={machine!r}: give the name of one, or a streamer.planner.machine.Machine")
+        raise ValueError(f"machine={machine!r}: use a machine's name, or a streamer.planner.machine.Machine")
     return gpu_properties(machine, backend.device) if backend.device.type == CUDA else machine
 
 
 def chosen(model: nn.Module) -> Chosen | None:
-    """What `wrap` has chosen for "auto": the ``choice``, the ``plan`` of a step (bytes by owner, seconds),
-    the ``reason``, and all that was ``considered``. None where nothing was to be chosen.
+    """The choice of `wrap` for "auto": the ``choice``, the ``plan`` of a step (bytes by owner, seconds), the
+    ``reason``, and all plans ``considered``. None if no option was "auto".
 
     Raises ValueError if ``model`` is not wrapped.
     """

@@ -1,8 +1,8 @@
-"""What a step will take, bytes by owner and seconds by lane, found by running it without data: the executor
-on the virtual backend is the plan.
+"""The needs of a step, bytes by owner and seconds by lane, found by running it without data: the executor on
+the virtual backend is the plan.
 
-Nothing here knows how much anything takes: a `Tracker` counts what operations hold, and the buffers that the
-executor owns are those that a real run would allocate.
+This module holds no estimates of its own: a `Tracker` counts the bytes that operations hold, and the buffers
+that the executor owns are those that a real run would allocate.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from streamer.torch_private import import_compiler
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step in seconds: all of it, and by lane how long it works and how long compute waits for it; the
-    FLOPs that it executes, by PyTorch's formulas; and the bytes that each lane moves."""
+    """One step: its seconds, each lane's seconds of work, and the seconds that compute waits for the lane;
+    the FLOPs that it executes, by PyTorch's formulas; and the bytes that each lane moves."""
 
     seconds: float
     flops: int
@@ -39,7 +39,7 @@ class Prediction:
 
     @property
     def binding_lane(self) -> Lane:
-        """The lane that works longest: no order of the same work could make the step shorter than that."""
+        """The bottleneck: the lane that works longest. No order of the same work makes the step shorter."""
         return max(Lane, key=lambda lane: self.busy_seconds[lane])
 
 
@@ -47,9 +47,9 @@ def predict_step(
     executor: Executor, step: Callable[[], object], *, warmup: int = 2, memory: Tracker | None = None
 ) -> Prediction:
     """Run ``step`` (forward, backward, update) on the virtual backend of ``executor`` and time one of them;
-    ``memory`` counts what they hold.
+    ``memory`` counts the bytes held.
 
-    The ``warmup`` steps before it let the executor learn its order. Compute time is that of the operations of
+    In the ``warmup`` steps before it the executor learns its order. Compute time is that of the operations of
     the layers, the head and the loss: see `streamer.planner.cost`.
     """
     backend, trace = executor.backend, executor.issuer.trace
@@ -75,18 +75,18 @@ def predict_step(
     )
 
 
-#: Owners of device memory beside the buffers: see `streamer.store.ledger` for those.
+#: Owners of device memory besides the buffers: see `streamer.store.ledger` for those.
 SAVED, WORKING_SET, BESIDE = "saved layer inputs", "working set of one layer", "logits and loss"
-#: What PyTorch holds for products of matrices from the first one on.
+#: Memory that PyTorch holds from the first matrix product on.
 WORKSPACES = "workspaces of cuBLAS"
-#: What is free on purpose: gaps between what comes and goes, and what CUDA itself takes.
+#: Memory that no tensor uses: gaps between allocations, and CUDA's own memory.
 GAPS, CONTEXT = "gaps in the allocator", "CUDA itself"
-#: By which the allocator rounds tensors up to blocks.
+#: Bytes by which the allocator rounds tensors up to blocks.
 ROUNDING = "rounded up by the allocator"
 
 
 def workspace_bytes(machine: Machine) -> int:
-    """Bytes that PyTorch takes for cuBLAS at the first products of matrices: as much (CUDABlas:
+    """Bytes that PyTorch takes for cuBLAS at the first matrix products: the same size (CUDABlas:
     ``getChosenWorkspaceSize``) for each of two threads, the caller's and autograd's."""
     if machine.kind != CUDA:
         return 0
@@ -94,8 +94,8 @@ def workspace_bytes(machine: Machine) -> int:
 
 
 class StepTracker(Tracker):
-    """A `Tracker` that tells what a layer makes from what is made beside the layers, and both from what is
-    saved for backward."""
+    """A `Tracker` that separates memory of layers, memory outside of layers, and tensors saved for
+    backward."""
 
     def __init__(self, executor: Executor) -> None:
         assert isinstance(executor.backend, VirtualBackend), "others do not tell when a layer computes"
@@ -116,7 +116,7 @@ class StepTracker(Tracker):
     def at_peak(self) -> dict[str, int]:
         """Bytes by owner when there were most; together `peak` and its rounding."""
         held = Counter(self.owned_at_peak)
-        # what is saved was made by layers, but for the input of the first and what all are given
+        # layers created the saved tensors, except the input of the first layer and shared inputs
         from_layers = min(self._saved_at_peak, held[WORKING_SET])
         held[WORKING_SET] -= from_layers
         held[BESIDE] -= self._saved_at_peak - from_layers
@@ -136,7 +136,7 @@ class StepTracker(Tracker):
 class StepPlan:
     """One step of a wrapped model: bytes by owner (of the device when it holds most) and `Prediction`.
 
-    ``num_slots`` are the weight slots that there are in the end, ``reserve`` what is to be left free.
+    ``num_slots`` is the final number of weight slots, ``reserve`` the bytes to leave free.
     """
 
     device_bytes: Mapping[str, int]
@@ -145,24 +145,24 @@ class StepPlan:
     prediction: Prediction
     num_slots: int
     disk_bytes: Mapping[str, int] = field(default_factory=dict)
-    #: bytes of host memory that the step takes beside what has its place before: layer inputs that wait
-    #: there, and the sums of several backwards
+    #: bytes of host memory that the step takes on top of its permanent buffers: layer inputs that wait there,
+    #: and the sums of several backwards
     host_beside: int = 0
 
     @property
     def device_total(self) -> int:
-        """Bytes that tensors take of the device at most."""
+        """The most bytes of the device that tensors take."""
         return sum(self.device_bytes.values())
 
     @property
     def device_needed(self) -> int:
-        """Bytes of the device, those that are to be left free with them."""
+        """Bytes of the device, including those to leave free."""
         return self.device_total + sum(self.reserve.values())
 
     @property
     def allocated(self) -> int:
-        """What counts towards ``device_memory``, in bytes: all that PyTorch's allocator takes of a GPU; where
-        the host stands in for one, which has no such count, buffers and saved inputs."""
+        """The bytes that count towards ``device_memory``: all that PyTorch's allocator takes of a GPU. If the
+        host stands in for a GPU, which has no such count: buffers and saved inputs."""
         if GAPS in self.reserve:
             return self.device_total + self.reserve[GAPS]
         return sum(
@@ -171,17 +171,17 @@ class StepPlan:
 
     @property
     def host_total(self) -> int:
-        """Bytes of host memory at most."""
+        """The most bytes of host memory."""
         return sum(self.host_bytes.values())
 
     def tiers(self, room: Room, num_slots: int | None = None) -> list[Tier]:
-        """What is needed beside what there is, with other ``num_slots`` than it was made with if given:
-        nothing else depends on how many there are. Tiers without a limit are left out."""
+        """Bytes needed and available, with ``num_slots`` in place of the plan's number if set: nothing else
+        depends on it. Tiers without a limit are left out."""
         device = self.device_tiers(room, num_slots)
         return [*device, *self.host_tiers(room, device[0].needed)]
 
     def device_tiers(self, room: Room, num_slots: int | None = None) -> list[Tier]:
-        """Those of `tiers` that are the device's."""
+        """The `tiers` of the device."""
         more = 0 if num_slots is None else self._slots_more(num_slots)
         tiers = [
             Tier("the device", self.device_needed + more, room.device),
@@ -190,7 +190,7 @@ class StepPlan:
         return [tier for tier in tiers if tier.available < UNLIMITED]
 
     def host_tiers(self, room: Room, device: int) -> list[Tier]:
-        """Those of `tiers` that are the host's, with ``device`` bytes needed of the device."""
+        """The `tiers` of the host, with ``device`` bytes needed of the device."""
         tiers = [
             room.host_tier(self.host_total, device),
             Tier("host_memory", self.host_total, room.host_limit),
@@ -198,7 +198,7 @@ class StepPlan:
         return [tier for tier in tiers if tier.available < UNLIMITED]
 
     def _slots_more(self, wanted: int) -> int:
-        """Bytes that ``wanted`` slots take on top of those that there are."""
+        """Bytes that ``wanted`` slots take on top of the plan's slots."""
         had = self.num_slots
         of_weights, of_gradients = (self.device_bytes.get(owner, 0) for owner in (WEIGHT_SLOTS, GRAD_SLOTS))
         more = (wanted - had) * (of_weights // had)
@@ -207,8 +207,8 @@ class StepPlan:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Let Python not look for garbage inside the block: a plan makes many objects, which stay until its end,
-    and to look at them again and again takes a third of its time."""
+    """Turn off Python's garbage collection inside the block: a plan creates many objects, which stay until
+    its end, and scanning them again and again takes a third of its time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -229,7 +229,7 @@ def plan_step(executor: Executor, step: Callable[[], object]) -> StepPlan:
     before = sum(of_all_ranks(executor.host_bytes(), backend.machine.ranks).values())
     measure_kinds(executor, tracker)
     with one_sequence_a_row():
-        # a step to learn the order, and one more where slots are added at its end
+        # a step to learn the order, and one more if slots are added at its end
         warmup = 1 if executor.budget.is_fixed else 2
         prediction = predict_step(executor, step, warmup=warmup, memory=tracker)
     kind = backend.machine.kind
@@ -248,8 +248,8 @@ def plan_step(executor: Executor, step: Callable[[], object]) -> StepPlan:
 
 @contextmanager
 def one_sequence_a_row() -> Iterator[None]:
-    """Inside the block models of transformers do not look at the values of position ids, which a plan has
-    not: to see whether a row holds several sequences, they do so wherever there is no cache."""
+    """Inside the block models of transformers do not read the values of position ids, which a plan does not
+    have. Without a cache they read them to find rows with several sequences."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     finds = "find_packed_sequence_indices"
     if (find := getattr(masks, finds, None)) is None:

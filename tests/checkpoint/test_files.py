@@ -336,7 +336,7 @@ def test_other_values_are_refused_with_their_place(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [1.5, [1], {}, {"set": []}, {"list": [], "tuple": []}])
 def test_other_json_is_not_decoded(value: Any) -> None:
-    with pytest.raises(ValueError, match="no encoded value"):
+    with pytest.raises(ValueError, match="not an encoded value"):
         decode(value, lambda _: torch.zeros(1))
 
 
@@ -395,7 +395,7 @@ def test_no_manifest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        *((text, "no manifest") for text in ("[]", "{}", "3", '{"version": true}', '{"version": 0}')),
+        *((text, "not a manifest") for text in ("[]", "{}", "3", '{"version": true}', '{"version": 0}')),
         ("[" * 100_000, "damaged"),
         (f'{{"version": {VERSION + 1}, "tensors": "elsewhere"}}', f"version {VERSION + 1} .* update it"),
     ],
@@ -416,7 +416,7 @@ def test_no_manifest_of_a_checkpoint_that_can_be_read(tmp_path: Path, text: str,
 def test_no_path_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
     manifest_in(tmp_path)
     rewrite(tmp_path, lambda body: body["files"].update({name: body["files"]["a-1.safetensors"]}))
-    with pytest.raises(CheckpointError, match="is no name of a file beside it"):
+    with pytest.raises(CheckpointError, match="is not the name of a file in its folder"):
         Manifest.read(tmp_path)
 
 

@@ -302,16 +302,16 @@ class Lookup(Stack):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"example": None}, r"'auto' needs a batch to plan with: give wrap\(example=...\)"),
-        ({"example": (3,)}, "example: there is no tensor in it whose first dimension could be"),
+        ({"example": None}, r"'auto' needs a batch to plan with: set wrap\(example=...\)"),
+        ({"example": (3,)}, "example: no tensor in it has a first dimension that could be"),
         ({"example": {"ids": torch.zeros(4, 8)}}, r"example: it is not what GPT.forward takes \(missing a"),
         ({"example": (torch.zeros(4, 8),) * 4}, r"example: it is not what GPT.forward takes \(too many"),
-        ({"example": torch.zeros(0, 8).long()}, "example: its batch is empty: give one as large"),
+        ({"example": torch.zeros(0, 8).long()}, "example: its batch is empty: use one as large"),
         (
             {"model": Lookup(), "layers": "layers", "example": torch.zeros(4, 8)},
-            r"the model cannot run on a batch like it \(tensors used as indices must be long, int",
+            r"the model cannot run on such a batch \(tensors used as indices must be long, int",
         ),
-        ({"example": torch.zeros(4, 17).long()}, r"example: the model cannot run on a batch like it \(.+\)"),
+        ({"example": torch.zeros(4, 17).long()}, r"example: the model cannot run on such a batch \(.+\)"),
         ({"machine": "rtx-4091"}, r"there is no machine 'rtx-4091': did you mean rtx-4090, .*\? known are"),
         ({"machine": 3}, "machine=3: give the name of one, or a streamer.planner.machine.Machine"),
         ({"activations": "automatic"}, "activations='automatic' is unknown: use one of"),
