@@ -131,9 +131,7 @@ def new_folder(path: Path, *, nbytes: int, what: str = "a checkpoint") -> Iterat
     cannot be written.
     """
     if path.exists():
-        raise FileExistsError(
-            errno.EEXIST, f"the path exists already: use a new path for {what}", str(path)
-        )
+        raise FileExistsError(errno.EEXIST, f"the path exists already: use a new path for {what}", str(path))
     beside = path.with_name(f".{path.name}.writing-{os.getpid()}")
     new_parents = [parent for parent in path.parents if not parent.exists()]
     is_placed = False

@@ -38,17 +38,17 @@ from streamer.pretrained.files import has_weights, stored_tensors
 from streamer.pretrained.quantize import quantize_weights
 from streamer.pretrained.quantized_files import usual_dtype
 
-#: What ``[lora]`` is where it does not say otherwise.
+#: The defaults of ``[lora]``.
 LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
-#: Options of peft that compute first values from those of the base, which is read after its adapters are
+#: Options of peft that compute initial values from those of the base, which is read after its adapters are
 #: added.
 OF_VALUES = ("use_dora", "modules_to_save", "trainable_token_indices")
 
 
 def build_model(config: Config, *, backend: Backend | None = None, process_group: Any = None) -> nn.Module:
-    """The model, wrapped: on ``backend``, by default that of ``stream.device``, and for the ranks of
-    ``process_group``. Raises ConfigError for what its function, `streamer.from_pretrained` or `streamer.wrap`
-    refuses."""
+    """The wrapped model, on ``backend`` (default: that of ``stream.device``), for the ranks of
+    ``process_group``. Raises ConfigError for any error of the model's function,
+    `streamer.from_pretrained` or `streamer.wrap`."""
     options = {**wrap_options(config), "backend": backend, "process_group": process_group}
     if config.model.path is not None:
         with refusals("[model] and [stream]"):
@@ -59,8 +59,8 @@ def build_model(config: Config, *, backend: Backend | None = None, process_group
 
 
 def from_files(config: Config, options: Mapping[str, Any]) -> nn.Module:
-    """The pretrained model with its adapters, wrapped with ``options``. Raises what
-    `streamer.from_pretrained` raises."""
+    """The pretrained model with its adapters, wrapped with ``options``. Raises the errors of
+    `streamer.from_pretrained`."""
     model = config.model
     kind, changed = _class(model)
     return streamer.from_pretrained(
@@ -86,12 +86,12 @@ def wrap_options(config: Config) -> dict[str, Any]:
     return options
 
 
-#: `_dims_of_rows` of models that were built for it, which a dozen plans ask for.
+#: Results of `_dims_of_rows` by model, since a dozen plans need them.
 _known_dims: dict[str, dict[str, Any]] = {}
 
 
 def _dims_of_rows(config: Config) -> dict[str, Any]:
-    """`ROWS` without the arguments that the layers do not take."""
+    """`ROWS` without arguments that the layers do not take."""
     try:
         folder = folder_of(Path(str(config.model.path)))
         files = [(str(path), path.stat().st_mtime_ns) for path in folder.resolve().glob("config.json")]
@@ -103,10 +103,10 @@ def _dims_of_rows(config: Config) -> dict[str, Any]:
             _known_dims[key] = found
         return _known_dims[key]
     except (OSError, TypeError, ValueError):
-        return {}  # building the model raises this again
+        return {}  # building the model raises the error again
 
 
-#: What ``optimizer.name`` stands for.
+#: The classes for names in ``optimizer.name``.
 OPTIMIZERS: dict[str, Callable[[], type[torch.optim.Optimizer]]] = {
     "adamw": lambda: streamer.AdamW,
     "lion": lambda: streamer.Lion,
@@ -119,20 +119,20 @@ OPTIMIZERS: dict[str, Callable[[], type[torch.optim.Optimizer]]] = {
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over all parameters of the wrapped model that are trained."""
+    """The optimizer over all trainable parameters of the wrapped model."""
     kind, options = optimizer_of(config)
     make = kind if kind is streamer.AdamW else partial(streamer.Optimizer, kind)
     with refusals("[optimizer]"):
         trained = [param for param in model.parameters() if param.requires_grad]
         optimizer: torch.optim.Optimizer = make(trained, **options)
-    if hasattr(optimizer, "train"):  # a schedule-free one
+    if hasattr(optimizer, "train"):  # schedule-free
         optimizer.train()
     return optimizer
 
 
 def optimizer_of(config: Config) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The optimizer's class, and its options: those of `[train]` that it takes, then ``optimizer.args``.
-    Raises ConfigError for a class that is not there."""
+    Raises ConfigError for a missing class."""
     train, own = config.train, config.optimizer
     kind = OPTIMIZERS[own.name]() if own.name in OPTIMIZERS else _optimizer_at(own.name)
     takes = inspect.signature(kind.__init__).parameters
@@ -158,7 +158,7 @@ def _optimizer_at(place: str) -> type[torch.optim.Optimizer]:
     found = import_factory(place)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ConfigError(
-            f"optimizer.name={place!r} is no optimizer: name a subclass of torch.optim.Optimizer"
+            f"optimizer.name={place!r} is not an optimizer: name a subclass of torch.optim.Optimizer"
         )
     return found
 
@@ -166,7 +166,7 @@ def _optimizer_at(place: str) -> type[torch.optim.Optimizer]:
 @contextlib.contextmanager
 def refusals(section: str, *, besides: type[Exception] = ConfigError) -> Iterator[None]:
     """Inside the block an error of the library becomes a ConfigError that names keys of ``section``; errors
-    ``besides`` stay what they are."""
+    ``besides`` propagate unchanged."""
     try:
         yield
     except (ConfigError, besides):
@@ -176,13 +176,13 @@ def refusals(section: str, *, besides: type[Exception] = ConfigError) -> Iterato
 
 
 def dtype_of(config: Config) -> torch.dtype | None:
-    """The dtype that weights are streamed in; None for their own."""
+    """The dtype in which weights are streamed; None for their own."""
     return None if config.stream.dtype is None else getattr(torch, config.stream.dtype)
 
 
 def settle_fp16(config: Config) -> tuple[Config, str | None]:
-    """``config`` with fp16 weights of a folder streamed in bf16 unless ``stream.dtype`` says in what, and a
-    line that says so. fp16 ends at 65,504 and 6e-8, beyond which gradients overflow or vanish."""
+    """``config`` with fp16 weights of a folder streamed in bf16 unless ``stream.dtype`` is set, and a line
+    that reports it. fp16 ends at 65,504 and 6e-8, beyond which gradients overflow or vanish."""
     folder = config.model.path
     if folder is None or config.stream.dtype is not None:
         return config, None
@@ -192,7 +192,7 @@ def settle_fp16(config: Config) -> tuple[Config, str | None]:
         else:
             dtype = getattr(without_values(config), "dtype", None)
     except (OSError, TypeError, ValueError):
-        return config, None  # building the model raises this again
+        return config, None  # building the model raises the error again
     if dtype is not torch.float16:
         return config, None
     line = (
@@ -206,9 +206,9 @@ def settle_fp16(config: Config) -> tuple[Config, str | None]:
 
 
 def without_values(config: Config, *, quantized: bool = False) -> Any:
-    """The model with its parameters on the meta device, with its adapters, to be streamed in
-    ``stream.dtype``. With ``quantized`` its linear layers are as ``model.quantize`` says: then raises
-    ValueError for a model that is quantized in its files, which only they could tell of."""
+    """The model and its adapters with parameters on the meta device, to be streamed in ``stream.dtype``. With
+    ``quantized`` its linear layers are quantized by ``model.quantize``. Then a model that is quantized in its
+    files raises ValueError, since the plan needs the files themselves."""
     model, dtype = config.model, dtype_of(config)
     if model.path is None:
         return _own_model(model, on_meta=True)[0]
@@ -216,7 +216,7 @@ def without_values(config: Config, *, quantized: bool = False) -> Any:
     built = build(Path(model.path), kind, changed, dtype)
     if quantized:
         if is_quantized(built):
-            raise ValueError(f"{model.path}: its weights are quantized: put its safetensors files there")
+            raise ValueError(f"{model.path}: its weights are quantized: add its safetensors files there")
         if model.quantize != "none":
             quantize_weights(
                 built, find_layers(built, None), model.quantize, model.quantize_skip, None, dtype
@@ -225,8 +225,8 @@ def without_values(config: Config, *, quantized: bool = False) -> Any:
 
 
 def _own_model(model: ModelConfig, *, on_meta: bool) -> tuple[nn.Module, Callable[..., Any] | None]:
-    """The model of ``model.factory``, and the method ``model.init``, with which it is built without
-    values."""
+    """The model of ``model.factory``, and the method ``model.init``; with this method the model is built
+    without values."""
     factory = import_factory(str(model.factory))
     try:
         with contextlib.ExitStack() as stack:
@@ -247,8 +247,8 @@ def _own_model(model: ModelConfig, *, on_meta: bool) -> tuple[nn.Module, Callabl
 
 
 class _NothingDrawn(TorchFunctionMode):
-    """Inside the block no normal numbers are drawn for tensors without values: PyTorch would import its
-    compiler for that, which takes longer than all else at the start of a run."""
+    """Inside the block tensors without values draw no normal numbers: PyTorch would import its compiler for
+    that, which takes longer than anything else at the start of a run."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -260,8 +260,8 @@ class _NothingDrawn(TorchFunctionMode):
 
 
 def import_factory(spec: str) -> Callable[..., Any]:
-    """The callable ``module:callable``, found with the working directory importable, or among streamer's own
-    models. Raises ConfigError where there is none; other errors of the module come through as they are."""
+    """The callable ``module:callable``, from the working directory, the installed modules or streamer's own
+    models. Raises ConfigError if there is none; other errors of the module propagate unchanged."""
     if not FACTORY.accepts(spec):
         raise ConfigError(f"the factory must be {FACTORY.words}, not {spec!r}")
     module_name, _, attribute = spec.partition(":")
@@ -284,7 +284,7 @@ def import_factory(spec: str) -> Callable[..., Any]:
 
 
 def _class(model: ModelConfig) -> tuple[ModelClass | None, Any]:
-    """The class of a pretrained model and its config; None for those of its folder."""
+    """The class of a pretrained model and its config; None for the defaults of its folder."""
     kind = None if model.factory is None else import_factory(model.factory)
     if kind is not None and not is_of_transformers(kind):
         return partial(kind, **model.args), None
@@ -311,24 +311,24 @@ def _changed_config(folder: str, args: Mapping[str, Any]) -> Any:
 
 def add_adapters(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:
     """``model`` with the adapters of ``[lora]``, its own parameters frozen (Hu et al., 2021,
-    arXiv:2106.09685). Raises ConfigError for what peft refuses, and for what needs the base's values."""
+    arXiv:2106.09685). Raises ConfigError for options that peft refuses or that need the base's values."""
     peft = peft_library()
     if lora.get("init_lora_weights", True) is not True:
-        raise ConfigError("[lora] init_lora_weights: adapters begin with peft's usual values: leave it out")
+        raise ConfigError("[lora] init_lora_weights: adapters start from peft's default values: leave it out")
     if name := next((name for name in OF_VALUES if lora.get(name)), None):
         raise ConfigError(f"[lora] {name} needs the base's values before they are read: leave it out")
     try:
         adapted: nn.Module = peft.inject_adapter_in_model(peft.LoraConfig(**LORA | dict(lora)), model)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"[lora]: {in_a_line(error)}") from error
-    # as `add_adapter` of transformers: its Trainer refuses a quantized model without adapters, and its
-    # `save_pretrained` writes adapters alone
+    # as `add_adapter` of transformers does: its Trainer refuses a quantized model without adapters, and its
+    # `save_pretrained` writes only the adapters
     adapted._hf_peft_config_loaded = True  # type: ignore[assignment]
     return adapted
 
 
 def peft_library() -> Any:
-    """The peft library. Raises ConfigError where it is not installed."""
+    """The peft library. Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module("peft")
     except ImportError as error:

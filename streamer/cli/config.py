@@ -1,12 +1,12 @@
-"""The configuration of a run: a TOML file with a table for each part of it, `load_config`.
+"""The configuration of a run: a TOML file with a table for each part of it, read by `load_config`.
 
-    [model]      path (a Hugging Face folder or hub id), or factory and args of a model of one's own
+    [model]      path (a Hugging Face folder or hub id), or factory and args of your own model
     [stream]     arguments of streamer.wrap
-    [train]      trl.SFTConfig; for a model of one's own the keys of TrainConfig, with the same names
+    [train]      trl.SFTConfig; for your own model the keys of TrainConfig, with the same names
     [lora]       peft.LoraConfig
     [data]       files or a dataset
-    [optimizer]  which optimizer, and options of it that [train] has no names for
-    [sample]     prompts to which the model writes answers while it trains
+    [optimizer]  the optimizer, and its options that [train] has no names for
+    [sample]     prompts that the model answers during training
     [callbacks]  NAME = {arguments}, callbacks of transformers
 
 A relative path is relative to the folder in which the command runs.
@@ -72,8 +72,8 @@ PROMPTS = array(
 
 
 class ConfigError(ValueError):
-    """A configuration or data that cannot be used: one line with the file, the key and the remedy. A
-    ``table`` may follow the line."""
+    """An unusable configuration or data: one line with the file, the key and the remedy. A ``table`` may
+    follow the line."""
 
     def __init__(self, message: str, *, table: str = "") -> None:
         line = " ".join(message.splitlines())
@@ -81,7 +81,7 @@ class ConfigError(ValueError):
 
     @staticmethod
     def of(section: str, error: Exception) -> ConfigError:
-        """For an ``error`` of the library, whose message then names keys of ``section``."""
+        """The ConfigError for an ``error`` of the library, with keys of ``section`` in its message."""
         line, _, table = (
             str(error).partition("\n") if isinstance(error, MemoryError) else (str(error), "", "")
         )
@@ -108,14 +108,14 @@ class ModelConfig:
     init: Annotated[
         str | None,
         METHOD,
-        "method that initialises one module. With it the model is built without values and initialised a "
+        "method that initialises one module. With it the model is built without values and initialised one "
         "layer at a time",
     ] = None
     quantize: Annotated[
         str,
         one_of("none", "int8", "nf4"),
         "quantize the linear layers and experts of the frozen base of `[lora]`: to 8 bits by torchao, to 4 "
-        "by bitsandbytes. A folder that is quantized already is read as it is",
+        "by bitsandbytes. A folder that is already quantized is read unchanged",
     ] = "none"
     quantize_skip: Annotated[
         tuple[str, ...], TEXTS, "regular expressions: layers with a matching name are not quantized"
@@ -137,14 +137,14 @@ class StreamConfig:
         '"recompute", "recompute+offload", "keep" or "auto"',
     ] = "recompute"
     micro_batch_size: Annotated[
-        int | Literal["auto"] | None, COUNT_OR_AUTO, "sequences a layer runs at a time"
+        int | Literal["auto"] | None, COUNT_OR_AUTO, "sequences that a layer runs at a time"
     ] = None
     batch_dims: Annotated[dict[str, int | str] | None, BATCH_DIMS, "dimension of the batch in arguments"] = (
         None
     )
     update: Annotated[str, one_of("step", "backward"), "when layers are updated"] = "step"
     dtype: Annotated[str | None, DTYPE, "of weights on the device; that of the model by default"] = None
-    device: Annotated[str | None, TEXT, '"cuda", "cuda:1" or "cpu"; CUDA where there is one'] = None
+    device: Annotated[str | None, TEXT, '"cuda", "cuda:1" or "cpu"; default: CUDA if there is one'] = None
     host_threads: Annotated[int | None, COUNT, "threads of the update on the host"] = None
     compile: Annotated[bool, FLAG, "compile layers by torch.compile"] = False
     device_memory: Annotated[str | None, BYTES, "the most that the run may take of a GPU, such as 16GiB"] = (
@@ -156,7 +156,7 @@ class StreamConfig:
         "the most that the run may take of host memory, all ranks together; default: what is free",
     ] = None
     disk: Annotated[
-        str | tuple[str, ...] | None, ONE_OR_MORE, "a folder, or folders on several drives, for the rest"
+        str | tuple[str, ...] | None, ONE_OR_MORE, "a folder, or folders on several drives, to spill to"
     ] = None
     gather_weights: Annotated[bool, FLAG, "ranks copy a part of each layer and all-gather it (NVLink)"] = (
         False
@@ -165,10 +165,10 @@ class StreamConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """``[train]`` for a model of one's own: transformers' names and meanings. For a Hugging Face folder the
-    table is `trl.SFTConfig`, of which these keys are read to plan the run."""
+    """``[train]`` for your own model: transformers' names and meanings. For a Hugging Face folder the table
+    is `trl.SFTConfig`; these of its keys are read to plan the run."""
 
-    output_dir: Annotated[str, TEXT, "folder of the run; a number is added where it exists"] = "runs/streamer"
+    output_dir: Annotated[str, TEXT, "folder of the run; a number is added if it exists"] = "runs/streamer"
     max_steps: Annotated[int, COUNT_OR_0, "updates"] = 0
     per_device_train_batch_size: Annotated[int, COUNT, "sequences of a forward, on each GPU"] = 8
     gradient_accumulation_steps: Annotated[int, COUNT, "forwards and backwards before an update"] = 1
@@ -176,7 +176,7 @@ class TrainConfig:
     learning_rate: Annotated[float, POSITIVE, "after the warm-up"] = 2e-5
     warmup_steps: Annotated[float, STEPS, "steps, or a share of them, in which the rate rises linearly"] = 0
     lr_scheduler_type: Annotated[
-        str, one_of("cosine", "linear", "constant", "cosine_with_min_lr"), "how the rate falls to the end"
+        str, one_of("cosine", "linear", "constant", "cosine_with_min_lr"), "how the rate decays"
     ] = "cosine"
     lr_scheduler_kwargs: Annotated[dict[str, Any], TABLE, "min_lr of cosine_with_min_lr"] = field(
         default_factory=dict
@@ -187,11 +187,11 @@ class TrainConfig:
     adam_epsilon: Annotated[float, POSITIVE, "added to the root of the squares"] = 1e-8
     max_grad_norm: Annotated[float, NOT_NEGATIVE, "norm that gradients are clipped to; 0: none"] = 1.0
     seed: Annotated[int, COUNT_OR_0, "of weights, batches and samples"] = 42
-    logging_steps: Annotated[int, COUNT, "steps between lines, where output is not a terminal"] = 10
+    logging_steps: Annotated[int, COUNT, "steps between lines, if output is not a terminal"] = 10
     eval_steps: Annotated[int, COUNT, "steps between validations"] = 100
     eval_batches: Annotated[int, COUNT, "batches of a validation"] = 8
     save_steps: Annotated[int, COUNT_OR_0, "steps between checkpoints; 0: at the end only"] = 0
-    save_total_limit: Annotated[int, COUNT, "checkpoints that are kept"] = 2
+    save_total_limit: Annotated[int, COUNT, "checkpoints to keep"] = 2
 
     @property
     def batch_size(self) -> int:
@@ -206,14 +206,14 @@ class DataConfig:
     paths: Annotated[
         tuple[str, ...],
         TEXTS,
-        "files or folders (`--data`): text, JSON lines, Parquet; for a model of one's own text or tokens "
-        "(`.bin`, `.npy`). None: the Python standard library, for a model of one's own only",
+        "files or folders (`--data`): text, JSON lines, Parquet; for your own model text or tokens "
+        "(`.bin`, `.npy`). None: the Python standard library, for your own model only",
     ] = ()
-    val_paths: Annotated[tuple[str, ...], TEXTS, "files for validation, in place of a share"] = ()
+    val_paths: Annotated[tuple[str, ...], TEXTS, "files for validation, instead of a share"] = ()
     val_fraction: Annotated[float, FRACTION, "share of the data for validation"] = 0.05
-    dataset: Annotated[
-        str | None, TEXT, "in place of `paths`: name of a dataset on the hub, or a folder of one"
-    ] = None
+    dataset: Annotated[str | None, TEXT, "instead of `paths`: a dataset's name on the hub, or its folder"] = (
+        None
+    )
     name: Annotated[str | None, TEXT, "configuration of the dataset"] = None
     split: Annotated[str, TEXT, "of the dataset"] = "train"
     columns: Annotated[dict[str, str], TABLE, 'new names of columns: {question = "prompt"}'] = field(
@@ -223,10 +223,10 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """``[optimizer]``: its class, and options that `[train]` has no names for."""
+    """``[optimizer]``: its class, and its options that `[train]` has no names for."""
 
     name: Annotated[
-        str, OPTIMIZER, "adamw, lion, muon, sgd, adafactor, adagrad, rmsprop, or the place of another class"
+        str, OPTIMIZER, "adamw, lion, muon, sgd, adafactor, adagrad, rmsprop, or module:Class"
     ] = "adamw"
     args: Annotated[dict[str, Any], TABLE, "options of the class: {momentum = 0.9}"] = field(
         default_factory=dict
@@ -243,14 +243,14 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """``[sample]``: what the model writes after prompts, to the terminal and ``samples.jsonl``."""
+    """``[sample]``: texts that the model writes after prompts, to the terminal and ``samples.jsonl``."""
 
     prompts: Annotated[tuple[Any, ...], PROMPTS, "texts, and chats for the tokenizer's template"] = ()
-    chat: Annotated[bool, FLAG, "a text is what the user says in a chat"] = False
-    every: Annotated[int, COUNT_OR_0, "steps from one time to the next; 0: only at the end"] = 0
-    tokens: Annotated[int, COUNT_OR_0, "the most that is written after a prompt"] = 64
+    chat: Annotated[bool, FLAG, "a text is the user's message in a chat"] = False
+    every: Annotated[int, COUNT_OR_0, "steps between samples; 0: only at the end"] = 0
+    tokens: Annotated[int, COUNT_OR_0, "the most tokens written after a prompt"] = 64
     temperature: Annotated[float, NOT_NEGATIVE, "divides the logits; 0: always the most likely token"] = 0.8
-    top_k: Annotated[int, COUNT_OR_0, "a token is drawn from so many most likely ones; 0: from all"] = 0
+    top_k: Annotated[int, COUNT_OR_0, "draw from this many most likely tokens; 0: from all"] = 0
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ SECTIONS: dict[str, type[Any]] = {
 }
 PASSED = ("train", "lora", "callbacks")
 
-#: Keys of version 0.1, and what replaces them.
+#: Keys of version 0.1, and their replacements.
 MOVED = {
     "run.name": "train.output_dir",
     "run.out": "train.output_dir",
@@ -340,7 +340,7 @@ def _config(where: str, tables: Mapping[str, dict[str, Any]]) -> Config:
     model: ModelConfig = found["model"]
     if model.path is None and model.factory is None:
         raise ConfigError(
-            f"{where}: model.path is missing: give a Hugging Face folder (--model), or model.factory"
+            f"{where}: model.path is missing: set it to a Hugging Face folder (--model), or set model.factory"
         )
     own = {key: value for key, value in trainer.items() if key in TrainConfig.__dataclass_fields__}
     if model.path is not None:
@@ -355,20 +355,20 @@ def _config(where: str, tables: Mapping[str, dict[str, Any]]) -> Config:
         own = {key: own[key] for key in sizes if key in own and own[key] != -1}
     train = section(TrainConfig, "train", own if model.path is not None else trainer, where)
     if model.path is None and not train.max_steps:
-        raise ConfigError(f"{where}: train.max_steps is missing: give an integer of 1 or more")
+        raise ConfigError(f"{where}: train.max_steps is missing: set it to an integer of 1 or more")
     if lora and model.path is None:
-        raise ConfigError(f"{where}: [lora] is for a Hugging Face folder: give it as model.path (--model)")
+        raise ConfigError(f"{where}: [lora] is for a Hugging Face folder: set model.path (--model)")
     if model.quantize != "none" and not lora:
         raise ConfigError(f"{where}: model.quantize is for the frozen base of [lora]: set lora.r, to 16 say")
     if found["stream"].update == "backward" and trainer.get("max_grad_norm", 1.0):
         raise ConfigError(
-            f'{where}: stream.update = "backward" has no norm to clip by: set train.max_grad_norm = 0'
+            f'{where}: stream.update = "backward" cannot clip gradients: set train.max_grad_norm = 0'
         )
     return Config(**found, train=train, lora=lora, callbacks=tables.get("callbacks", {}), trainer=trainer)
 
 
 def with_keys(config: Config, **tables: Mapping[str, Any]) -> Config:
-    """``config`` with some keys of some tables changed: ``with_keys(config, stream={"num_slots": 3})``."""
+    """``config`` with changes to some keys of some tables: ``with_keys(config, stream={"num_slots": 3})``."""
     changed: dict[str, Any] = {}
     for name, keys in tables.items():
         before = getattr(config, name)
@@ -416,7 +416,7 @@ def read_tables(
     return tables
 
 
-#: A value that is a string though it has no quotes, which a shell takes away.
+#: A string without quotes, which a shell removes.
 BARE = re.compile(r"\s*[\w./~-][^\n\"'\[\]{}#=]*")
 
 
@@ -442,8 +442,8 @@ def _override(tables: dict[str, Any], override: str) -> None:
 def section(
     kind: type[Any], name: str, table: Mapping[str, Any], where: str, kinds: Mapping[str, Kind] | None = None
 ) -> Any:
-    """The dataclass ``kind`` of a table, whose values are checked by the `Kind` in each annotation, or by
-    ``kinds``. Raises ConfigError for a key that is unknown or missing, and for a value of another kind."""
+    """The dataclass ``kind`` of a table; the `Kind` in each annotation, or in ``kinds``, checks its values.
+    Raises ConfigError for a key that is unknown or missing, and for a value of another kind."""
     if kinds is None:
         hints = get_type_hints(kind, include_extras=True)
         kinds = {key: hint.__metadata__[0] for key, hint in hints.items()}
@@ -456,7 +456,7 @@ def section(
         values[key] = kinds[key].convert(value)
     for item in fields(kind):
         if item.default is MISSING and item.default_factory is MISSING and item.name not in values:
-            raise ConfigError(f"{where}: {name}.{item.name} is missing: give {kinds[item.name].words}")
+            raise ConfigError(f"{where}: {name}.{item.name} is missing: set it to {kinds[item.name].words}")
     return kind(**values)
 
 
@@ -467,7 +467,7 @@ def dump_tables(tables: Mapping[str, Mapping[str, Any]]) -> str:
 
 def toml_value(value: Any) -> str:
     """A value in TOML, on one line."""
-    if isinstance(value, str):  # JSON's escapes are TOML's too, but JSON lets a DEL stand as it is
+    if isinstance(value, str):  # JSON's escapes are valid in TOML, but JSON does not escape DEL
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool | int | float):
         return repr(value).lower()
@@ -479,7 +479,7 @@ def toml_value(value: Any) -> str:
 
 
 def quoted(key: str, value: Any) -> str:
-    """What follows ``--set`` for a key and its value, to be pasted into a shell."""
+    """The argument of ``--set`` for a key and its value, to be pasted into a shell."""
     bare = isinstance(value, str) and BARE.fullmatch(value) and not _is_toml(value)
     return shlex.quote(f"{key}={value if bare else toml_value(value)}")
 
@@ -511,8 +511,8 @@ KEYS = {
 
 
 def in_keys(message: str) -> str:
-    """A ``message`` of the library with keys in place of the arguments of Python that they set: those before
-    a ``=``, and those that are no English words."""
+    """A ``message`` of the library with keys in place of the Python arguments that they set: arguments before
+    a ``=``, and those that are not English words."""
 
     def key(found: re.Match[str]) -> str:
         name, then = found.groups()

@@ -1,4 +1,4 @@
-"""`streamer export`: the weights of a checkpoint in a folder for others to load."""
+"""`streamer export`: the weights of a checkpoint in a folder that other tools can load."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from streamer.pretrained.quantized_files import StoredQuantized, StoredStack, wi
 from streamer.pretrained.stacks import name_of_original
 from streamer.version import __version__
 
-#: What weights may be written in.
+#: The dtypes in which weights may be written.
 EXPORTED = ("bfloat16", "float32", "float16")
 #: Files of a tokenizer, and of a model besides its weights and its config.
 BESIDE = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
     "*.tiktoken", "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*",
 )  # fmt: skip
-#: Bytes of a header, a config and an index: in all, and for each tensor.
+#: Bytes of a header, a config and an index: in total, and for each tensor.
 MARGIN_BYTES, NAMED_BYTES = 1 << 20, 512
-#: How peft calls a model's first adapter, and what it puts before the names of adapters' tensors.
+#: peft's name of a model's first adapter, and its prefix of the names of adapters' tensors.
 ADAPTER, PREFIX = "default", "base_model.model."
 
 
@@ -59,20 +59,20 @@ def export(
 ) -> None:
     """Write the weights of a checkpoint into the new folder ``to``, complete or not at all.
 
-    ``run`` is a run's folder, for its last checkpoint or, with ``best``, the one of the lowest validation
+    ``run`` is a run's folder, for its last checkpoint or, with ``best``, the one with the lowest validation
     loss; or a checkpoint. Weights are the fp32 masters, rounded to ``dtype`` ("float32", "bfloat16" or
-    "float16"; by default the dtype that the run streamed them in), as safetensors of at most ``shard_size``
-    bytes. Beside them are the files that loading needs: Hugging Face's, or for a model of one's own
-    ``config.json`` and a ``README.txt`` with the code. Of a run with ``[lora]`` the adapters alone are
-    written, as peft does; with ``merge`` the whole model, adapters added in fp32. One tensor is in memory at
-    a time.
+    "float16"; by default the dtype in which the run streamed them), as safetensors of at most ``shard_size``
+    bytes. The folder also has the files that loading needs: Hugging Face's, or for your own model
+    ``config.json`` and a ``README.txt`` with the code. For a run with ``[lora]`` only the adapters are
+    written, as peft does; with ``merge`` the whole model, with the adapters added in fp32. One tensor is in
+    memory at a time.
 
-    Raises FileExistsError where there is something at ``to``, `CheckpointError` for a checkpoint that is
-    missing, damaged or of another model, `ConfigError` for an option or a value beyond the range of
-    ``dtype``, and OSError where the folder cannot be written."""
+    Raises FileExistsError if ``to`` exists, `CheckpointError` for a checkpoint that is missing, damaged or of
+    another model, `ConfigError` for an unknown option or a value beyond the range of ``dtype``, and OSError
+    if the folder cannot be written."""
     to = Path(to)
     if to.exists():
-        raise FileExistsError(errno.EEXIST, "there is something already: export to a new folder", str(to))
+        raise FileExistsError(errno.EEXIST, "the path exists already: export to a new folder", str(to))
     if dtype not in (None, *EXPORTED):
         raise ConfigError(f"--dtype {dtype}: it must be one of {', '.join(EXPORTED)}")
     try:
@@ -87,7 +87,7 @@ def export(
     )
     wanted: torch.dtype = streamed if dtype is None else getattr(torch, dtype)
     if merge and not config.lora:
-        raise ConfigError(f"--merge adds adapters to a model, and {checkpoint} is not of a run with [lora]")
+        raise ConfigError(f"--merge adds adapters to a model, and the run of {checkpoint} has no [lora]")
     manifest = Manifest.read(checkpoint)
     manifest.check(checkpoint)
     stored = _stored(checkpoint, manifest)
@@ -101,7 +101,7 @@ def export(
             print(
                 f"The run was trained on a base quantized to {config.model.quantize}: its adapters are "
                 f"added to "
-                "the weights in model.path as they are there, before quantization"
+                "the weights in model.path before quantization"
             )
     else:
         names = _names(checkpoint, stored, model)
@@ -131,7 +131,7 @@ def export(
 def write_adapters(model: Any, values: Mapping[str, torch.Tensor], config: Config, folder: Path) -> None:
     """Write adapters of ``model`` with ``values`` by name into ``folder``, as peft does, with the
     tokenizer."""
-    # not "auto", with which peft asks a hub on the network
+    # not "auto", with which peft queries a hub on the network
     found = peft_library().get_peft_model_state_dict(model, dict(values), save_embedding_layers=False)
     tensors = {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in found.items()}
     options = copy.copy(model.peft_config[ADAPTER])
@@ -171,27 +171,27 @@ def _checkpoint(run: Path, *, best: bool) -> Path:
         found = json.loads(states[-1].read_text())["best_model_checkpoint"] if states else None
         if found is None:
             raise CheckpointError(
-                f"{run} knows no best checkpoint: train with --set train.load_best_model_at_end=true"
+                f"{run} has no best checkpoint: train with --set train.load_best_model_at_end=true"
             )
         run = run / Path(found).name
     for place in (run, run / "streamer"):
         if (place / NAME).exists():
             return place
     if not (all_of_run := checkpoints_of(run)):
-        raise CheckpointError(f"{run} is no checkpoint, and has no complete one")
+        raise CheckpointError(f"{run} is not a checkpoint, and has no complete one")
     return all_of_run[-1]
 
 
 def _config(checkpoint: Path) -> Config:
-    """The configuration of the run that has written ``checkpoint``."""
+    """The configuration of the run that wrote ``checkpoint``."""
     place = checkpoint.resolve().parent
     folder = next((each for each in (place, place.parent) if (each / "config.toml").is_file()), None)
     if folder is None:
-        raise ConfigError(f"{place}: there is no config.toml of the run that has written {checkpoint}")
+        raise ConfigError(f"{place}: there is no config.toml of the run that wrote {checkpoint}")
     config = load_config(folder / "config.toml")
     if config.model.path is not None and not Path(config.model.path).exists():
         raise ConfigError(
-            f"{config.model.path}, the model that the run began with, is not there: correct model.path in "
+            f"{config.model.path}, the model that the run started from, is missing: correct model.path in "
             f"{folder / 'config.toml'}"
         )
     return config
@@ -231,7 +231,7 @@ def _names(checkpoint: Path, stored: Mapping[str, Stored], model: nn.Module) -> 
 
 
 def _at_least(dtype: torch.dtype, param: nn.Parameter) -> torch.dtype:
-    """``dtype``, or the wider one that ``param`` is kept in."""
+    """``dtype``, or the wider dtype in which ``param`` is stored."""
     kept = kept_dtype(param)
     return dtype if kept is None else torch.promote_types(kept, dtype)
 
@@ -278,8 +278,8 @@ def _write_shards(folder: Path, pieces: Sequence[Piece], limit: int) -> None:
 def _describe(
     folder: Path, model: Any, config: Config, dtype: torch.dtype, step: int, tied: Mapping[str, str]
 ) -> None:
-    """Write ``config.json``: Hugging Face's, or for a model of one's own its function, and README.txt with
-    the code that loads it."""
+    """Write ``config.json``: Hugging Face's, or for your own model its function, and README.txt with the code
+    that loads it."""
     if config.model.path is not None:
         model.config.architectures, model.config.dtype = [type(model).__name__], dtype
         model.config.save_pretrained(folder)
@@ -347,9 +347,7 @@ def _merged(
             parts = _parts_in_files(source, in_training[param], param)
             is_same = all(LeftOut.of(read_part()) == left_out.get(part) for part, read_part in parts.items())
         if not is_same:
-            raise CheckpointError(
-                f"'{names[param][0]}' in {base} is not what it was in training: put it back"
-            )
+            raise CheckpointError(f"'{names[param][0]}' in {base} differs from that in training: restore it")
         if param not in layers:
             return values.to(to)
         name, layer = layers[param]
@@ -370,7 +368,7 @@ def _merged(
         pieces.append(Piece(first, to, tuple(param.shape), partial(read, param, to)))
     model: Any = without_values(_without_lora(config))
     if is_quantized(model):
-        del model.config.quantization_config  # what is written is not
+        del model.config.quantization_config  # the written weights are not quantized
     buffers = [
         _piece(stored[name], name, stored[name].dtype) for name in stored if name in model.state_dict()
     ]
@@ -378,7 +376,7 @@ def _merged(
 
 
 def _parts_in_files(source: Source, name: str, param: nn.Parameter) -> dict[str, Callable[[], torch.Tensor]]:
-    """What reads the parts of ``param``, by the names that they have in training, if it is quantized in the
+    """Functions that read the parts of ``param``, by the parts' names in training, if it is quantized in the
     files."""
     if param.dim() == 3:
         stack = StoredStack.of(source)

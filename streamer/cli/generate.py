@@ -1,4 +1,4 @@
-"""Text that a model writes: samples of a run, and the command `streamer chat`."""
+"""Text from a model: samples of a run, and the command `streamer chat`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from streamer.integrations.causal_lm import without_adapters
 class Writer:
     """A wrapped model of transformers that continues texts, with the options of ``[sample]``.
 
-    Raises ConfigError for a chat where the tokenizer has no template, or where that refuses it.
+    Raises ConfigError for a chat if the tokenizer has no template, or its template refuses the chat.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, options: SampleConfig) -> None:
@@ -36,7 +36,7 @@ class Writer:
         self.ends = sorted(token for token in found if token is not None)
 
     def samples(self, *, seed: int) -> Iterator[tuple[str, str]]:
-        """Each prompt with the text that follows it. Training's random numbers stay as they are."""
+        """Each prompt with the model's text. Training's random numbers stay unchanged."""
         device = next(iter(self.model.parameters())).device
         for prompt, tokens in self.prompts:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -81,9 +81,7 @@ class Writer:
         """A chat in the tokenizer's template, up to the answer."""
         words = Words.of(self.tokenizer)
         if not words.has_template:
-            raise ConfigError(
-                f"a chat needs a template, and the tokenizer{words.source} has none: give texts"
-            )
+            raise ConfigError(f"a chat needs a template, and the tokenizer{words.source} has none: use texts")
         try:
             text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template may raise anything
@@ -98,11 +96,10 @@ def _words(prompt: Any) -> str:
 
 
 def chat(place: str, options: SampleConfig, *, device: str | None = None) -> None:
-    """A conversation on the terminal with the model in a Hugging Face folder, with adapters of peft, or with
-    what a run has trained. The model is streamed. An empty line or the end of input ends it; "/new" begins
-    another.
+    """A conversation on the terminal with the model of a Hugging Face folder, which may be adapters of peft,
+    or of a run. The model is streamed. An empty line or the end of input ends it; "/new" begins another.
 
-    Raises ConfigError where there is no such model.
+    Raises ConfigError if there is no such model.
     """
     from transformers import TextStreamer
 
@@ -113,7 +110,7 @@ def chat(place: str, options: SampleConfig, *, device: str | None = None) -> Non
     printing = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     is_chat = Words.of(tokenizer).has_template
     if not is_chat:
-        print("The tokenizer has no chat template: what you type is continued.")
+        print("The tokenizer has no chat template: the model continues your text.")
     messages: list[dict[str, str]] = []
     try:
         while line := input("> "):
@@ -133,18 +130,18 @@ def chat(place: str, options: SampleConfig, *, device: str | None = None) -> Non
 
 
 def folder_of_run(place: Path) -> Path:
-    """The folder of weights that is meant by a run's folder, or by that folder itself. Raises ConfigError
-    where there is neither."""
+    """The folder of weights: that of a run's folder, or the folder itself. Raises ConfigError if there is
+    neither."""
     for folder in (place, place / "model", place / "adapters"):
         if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
             return folder
     raise ConfigError(
-        f"{place}: neither a Hugging Face folder nor a run that has ended: streamer export writes one"
+        f"{place}: neither a Hugging Face folder nor a finished run: streamer export writes one"
     )
 
 
 def load(folder: Path, device: str | None) -> nn.Module:
-    """The model in ``folder``, streamed; adapters there are put on their base."""
+    """The model in ``folder``, streamed; adapters are added to their base."""
     from streamer.cli.build import peft_library, refusals
 
     with refusals(str(folder)):

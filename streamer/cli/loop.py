@@ -1,4 +1,4 @@
-"""`streamer train` for a model of one's own: a loop over crops of a text, in the manner of nanoGPT."""
+"""`streamer train` for your own model: a loop over crops of a text, as in nanoGPT."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from streamer.cli.step import Batch, logits_of, loss_function, step_on
 from streamer.engine.handle import wrapped
 from streamer.errors import amount
 
-#: Tokens of validation text that the sample at the end continues.
+#: Length of the prompt of the final sample, in tokens of validation text.
 PROMPT = 64
 
 
@@ -83,7 +83,7 @@ class Text:
         ]
 
     def unigram_loss(self) -> float:
-        """Nats per token of a model that knows the frequencies of the training tokens alone."""
+        """Nats per token of a model that knows only the frequencies of the training tokens."""
         size = int(max(self.train.max(), self.val.max())) + 1
         train, val = (np.bincount(np.asarray(split), minlength=size) for split in (self.train, self.val))
         logs = np.log((train + 1) / (train + 1).sum())
@@ -99,14 +99,12 @@ def load_text(config: Config) -> Text:
     """The data of ``config``: text as bytes, or files of tokens (uint16 ``.bin`` as nanoGPT's, ``.npy``),
     mapped.
 
-    A share of the files is for validation, chosen by a hash of their names; of a single file its tail. Raises
-    ConfigError where a split is shorter than ``train.max_length``.
+    A hash of their names selects a share of the files for validation; a single file is split at its tail.
+    Raises ConfigError if a split is shorter than ``train.max_length``.
     """
     data, files = config.data, find_files(config.data.paths)
     if data.dataset is not None or any(path.suffix in (".jsonl", ".parquet") for path in files):
-        raise ConfigError(
-            "a model of one's own trains on text or tokens: JSON lines and datasets need model.path"
-        )
+        raise ConfigError("your own model trains on text or tokens: JSON lines and datasets need model.path")
     is_bytes = not any(path.suffix in TOKEN_FILES for path in files)
     if data.val_paths:
         val_files = find_files(data.val_paths)
@@ -176,7 +174,7 @@ def schedule(train: TrainConfig) -> Callable[[int], float]:
 
 
 class Loop:
-    """A run: model, optimizer, data, and where it is in them."""
+    """A run: model, optimizer, data, and the position in the data."""
 
     def __init__(self, config: Config, model: nn.Module, text: Text, ranks: Ranks) -> None:
         self.config, self.train, self.model, self.text, self.ranks = config, config.train, model, text, ranks
@@ -209,7 +207,7 @@ class Loop:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """The mean loss on the validation batches, in nats per token; each rank computes a part of them."""
+        """The mean loss on the validation batches, in nats per token; each rank computes part of them."""
         train, ranks = self.train, self.ranks
         batches = self.text.validation(
             train.eval_batches, train.per_device_train_batch_size, train.max_length
@@ -224,7 +222,7 @@ class Loop:
 
     @torch.no_grad()
     def sample(self, count: int) -> str:
-        """Text of ``count`` tokens that the model writes after the first `PROMPT` tokens of the validation
+        """Text of ``count`` tokens that the model writes after the first `PROMPT` tokens of validation
         text."""
         options, draws = self.config.sample, torch.Generator().manual_seed(self.train.seed)
         tokens = self.text.val[:PROMPT].tolist()
@@ -264,7 +262,7 @@ class Loop:
         return place
 
     def load(self, checkpoint: Path) -> None:
-        """Continue from ``checkpoint``, to the bit; learning rates follow the configuration."""
+        """Continue from ``checkpoint``, bitwise; learning rates follow the configuration."""
         loaded = streamer.load(self.model, self.optimizer, checkpoint)
         self.step, self.losses = loaded.step, dict(loaded.extra["losses"])
         self.draws.set_state(loaded.extra["draws"])
@@ -279,10 +277,11 @@ class Loop:
 
 def train_own(config: Config, *, resume: str | None = None) -> None:
     """Train the model of ``model.factory``; write checkpoints, metrics and a summary into
-    ``train.output_dir``, or where that exists a folder with a number behind its name.
+    ``train.output_dir``, or, if it exists, a folder with a number after its name.
 
-    ``resume`` is a checkpoint or a run's folder, or empty for the last run of that name. The first Ctrl-C or
-    SIGTERM lets the step end and saves. Raises ConfigError, in one line, for what cannot be trained."""
+    ``resume`` is a checkpoint or a run's folder, or empty for the last run of that name. On the first Ctrl-C
+    or SIGTERM the run finishes its step and saves. Raises ConfigError, in one line, for an unusable
+    configuration."""
     checkpoint = None if resume is None else _checkpoint_to_resume(config, resume)
     with _ranks(config) as ranks:
         say: Callable[..., None] = print if ranks.is_first else _silent
@@ -407,7 +406,7 @@ def _silent(*_: object) -> None:
 
 
 def _free(wanted: Path) -> Path:
-    """``wanted``, or with a number behind it the first that does not exist."""
+    """``wanted``, or the first path with a number after it that does not exist."""
     numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([wanted], numbered) if not path.exists())
 

@@ -1,4 +1,4 @@
-"""The command `streamer`: its options, and which function each subcommand calls."""
+"""The command `streamer`: its options, and the function of each subcommand."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ examples:
   streamer train DIR --data FILE.jsonl --lora-rank 16 --lr 1e-4 --epochs 2
       fine-tune the Hugging Face folder DIR; --resume continues after a stop
   streamer data DIR --data FILE.jsonl --show 3
-      what the data consists of, with the tokens that have a loss marked
+      print documents of the data, with the tokens that have a loss marked
   streamer plan DIR --machine rtx-4090
-      bytes and seconds of a step on any machine, before anything is allocated
+      predict bytes and seconds of a step on any machine, before allocation
   streamer chat runs/hf-finetune
       talk to the model that a run has trained
   streamer train gpt2-demo --data FILES...
-      train a small GPT on your own text, from nothing
+      train a small GPT on your own text, from scratch
   streamer plot runs/hf-finetune
-      pictures of the run
+      draw pictures of the run
 """
-#: Options that stand for a key of the configuration.
+#: Options that set a key of the configuration.
 SHORT = {
     "--data": ("data.paths", "PATH", "text, JSON lines or Parquet, or folders of them"),
     "--model": ("model.path", "DIR", "a Hugging Face folder, or the id of a model on the hub"),
     "--output": ("train.output_dir", "DIR", "folder of the run"),
     "--lora-rank": ("lora.r", "R", "train adapters of this rank (peft)"),
     "--lr": ("train.learning_rate", "RATE", "learning rate after the warm-up"),
-    "--epochs": ("train.num_train_epochs", "N", "how often the data is gone through"),
+    "--epochs": ("train.num_train_epochs", "N", "passes over the data"),
     "--steps": ("train.max_steps", "N", "updates"),
     "--save-every": ("train.save_steps", "N", "steps between checkpoints"),
 }
@@ -79,28 +79,26 @@ def command_line() -> argparse.ArgumentParser:
         metavar="PATH",
         help="continue the last run of this name, or from PATH",
     )
-    data = commands.add_parser("data", parents=[run], help="look at the data of a run, its answers marked")
+    data = commands.add_parser("data", parents=[run], help="print documents of the data, answers marked")
     data.add_argument(
         "--show", type=int, default=3, metavar="N", help="documents to print; default: %(default)s"
     )
-    _add_plan(
-        commands.add_parser("plan", parents=[run], help="bytes and seconds of a run, before it allocates")
-    )
+    _add_plan(commands.add_parser("plan", parents=[run], help="predict bytes and seconds of a run"))
     chat = commands.add_parser("chat", help="talk to a model on the terminal")
-    chat.add_argument("model", help="a run's folder, or a Hugging Face folder, perhaps of adapters")
-    chat.add_argument("--device", help='"cuda" or "cpu"; default: CUDA where there is one')
+    chat.add_argument("model", help="a run's folder, or a Hugging Face folder (adapters too)")
+    chat.add_argument("--device", help='"cuda" or "cpu"; default: CUDA if there is one')
     chat.add_argument(
-        "--tokens", type=int, default=512, metavar="N", help="of an answer at most; default: %(default)s"
+        "--tokens", type=int, default=512, metavar="N", help="the most in an answer; default: %(default)s"
     )
     chat.add_argument(
         "--temperature", type=float, default=0.8, metavar="T", help="default: %(default)s; 0: greedy"
     )
-    export = commands.add_parser("export", help="write a checkpoint's weights for others to load")
+    export = commands.add_parser("export", help="write a checkpoint's weights for other tools")
     export.add_argument("run", help="a run's folder, for its last checkpoint, or a checkpoint")
     export.add_argument("--to", required=True, metavar="DIR", help="a folder that does not exist yet")
     export.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), help="default: as streamed")
     export.add_argument(
-        "--shard-size", default="5GB", metavar="BYTES", help="of a file; default: %(default)s"
+        "--shard-size", default="5GB", metavar="BYTES", help="size of a file; default: %(default)s"
     )
     export.add_argument("--merge", action="store_true", help="add the adapters of a run to its model")
     export.add_argument("--best", action="store_true", help="the checkpoint of the lowest validation loss")
@@ -110,8 +108,8 @@ def command_line() -> argparse.ArgumentParser:
     plot.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
     plot.add_argument("--to", metavar="DIR", help="default: plots in the first run's folder")
     configs = commands.add_parser("configs", help="list the shipped configurations, or copy one to edit")
-    configs.add_argument("name", nargs="?", help="of the one to copy")
-    configs.add_argument("--to", metavar="FILE", help="default: NAME.toml in this folder")
+    configs.add_argument("name", nargs="?", help="the one to copy")
+    configs.add_argument("--to", metavar="FILE", help="default: NAME.toml in the current folder")
     calibrate = commands.add_parser("calibrate", help="measure this machine, for plans")
     calibrate.add_argument(
         "config", nargs="?", help="measure at the shapes and in the dtype of this configuration"
@@ -119,13 +117,13 @@ def command_line() -> argparse.ArgumentParser:
     calibrate.add_argument(
         "--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help=argparse.SUPPRESS
     )
-    calibrate.add_argument("--device", help='"cuda" or "cpu"; default: CUDA where there is one')
+    calibrate.add_argument("--device", help='"cuda" or "cpu"; default: CUDA if there is one')
     calibrate.add_argument(
         "--disk",
         action="append",
         default=[],
         metavar="DIR",
-        help="also the drive of this folder; may be repeated",
+        help="also measure the drive of this folder; may be repeated",
     )
     calibrate.add_argument("--output", default="machine.toml", metavar="FILE", help="default: %(default)s")
     return parser
@@ -135,13 +133,13 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--machine",
         metavar="NAME|FILE",
-        help="by name, or a file of streamer calibrate; default: what is found here, else rtx-4090",
+        help="by name, or a file of streamer calibrate; default: this machine's GPU, else rtx-4090",
     )
     plan.add_argument(
         "--device-memory", dest="stream.device_memory", metavar="BYTES", help="(stream.device_memory)"
     )
     plan.add_argument(
-        "--ranks", type=_positive, default=1, metavar="N", help="GPUs of the machine, a process each"
+        "--ranks", type=_positive, default=1, metavar="N", help="GPUs of the machine, one process each"
     )
     plan.add_argument(
         "--nodes", type=_positive, default=1, metavar="M", help="machines, which divide the optimizer state"
@@ -150,25 +148,25 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--host-memory", dest="stream.host_memory", metavar="BYTES", help="(stream.host_memory)"
     )
     plan.add_argument(
-        "--machines", metavar="NAME,...", help='a table of these machines; "all" for those with names'
+        "--machines", metavar="NAME,...", help='print a table of these machines; "all": every named one'
     )
-    plan.add_argument("--batch-sizes", metavar="N,...", help="a table of these batch sizes")
+    plan.add_argument("--batch-sizes", metavar="N,...", help="print a table of these batch sizes")
     plan.add_argument("--json", action="store_true", help="print JSON, for programs")
     plan.add_argument("--timeline", metavar="FILE", help="draw the planned step as a PNG")
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
     return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; its exit code.
+    """Run the command and return its exit code.
 
     0: done, or stopped by a signal and saved. 1: the run failed. 2: an error in the arguments, the
     configuration or the data, or a plan that does not fit. 130: Ctrl-C before the first step. 141: the reader
-    of a pipe is gone."""
+    of a pipe has closed it."""
     arguments = command_line().parse_args(argv)
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).addFilter(_is_news)
@@ -179,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, CheckpointError) as error:
         return _failed(error, 2)
     except BrokenPipeError:
-        # Python flushes stdout at its end, which must not fail again
+        # Python flushes stdout at exit, which must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (RanksError, RunError) as error:
@@ -207,7 +205,7 @@ def _failed(error: object, code: int) -> int:
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
     """Inside the block, which imports a subcommand, libraries do not warn, and Ctrl-C ends the process at
-    once: amid the import of an extension module a KeyboardInterrupt may be lost."""
+    once: a KeyboardInterrupt during the import of an extension module may be lost."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         os.write(2, b"\nstreamer: interrupted; nothing is written\n")
@@ -295,7 +293,7 @@ def _plan(arguments: Namespace) -> int:
     counts = {"ranks": arguments.ranks, "nodes": arguments.nodes}
     if arguments.machines is not None or arguments.batch_sizes is not None:
         if arguments.timeline is not None:
-            raise ConfigError("--timeline is of one plan: leave --machines and --batch-sizes out")
+            raise ConfigError("--timeline draws one plan: leave out --machines and --batch-sizes")
         machines = (arguments.machines or arguments.machine or "rtx-4090").split(",")
         sizes = (arguments.batch_sizes or str(config.train.per_device_train_batch_size)).split(",")
         fits = plan_table(config, machines, sizes, **counts, as_json=arguments.json)

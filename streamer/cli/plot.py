@@ -24,9 +24,9 @@ from matplotlib.ticker import EngFormatter, MaxNLocator  # noqa: E402
 
 from streamer.cli.plan.timeline import draw, whole_steps  # noqa: E402
 
-#: Where the pictures of one run go in its folder, and of several runs in the folder of the first.
+#: Folder of the pictures: in the run's folder, or in the first run's.
 PLOTS = "plots"
-#: Of a run's speed the median of so many steps is drawn over the single steps.
+#: Steps in the median of a run's speed, drawn over the single steps.
 SMOOTHED = 21
 #: Steps in a timeline.
 STEPS = 2
@@ -42,7 +42,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has written: the lines of its ``metrics.jsonl`` and, once it has ended, its summary."""
+    """A run's files: the lines of its ``metrics.jsonl`` and, once it has ended, its summary."""
 
     name: str
     folder: Path
@@ -59,13 +59,13 @@ def read(folder: Path) -> Run:
     """A run's files. Raises ConfigError for a folder that holds none."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        raise ConfigError(f"{folder} is no folder of a run: {path.name} is not in it")
+        raise ConfigError(f"{folder} is not the folder of a run: it has no {path.name}")
     lines = []
     for line in path.read_text().splitlines():
         try:
             lines.append(json.loads(line))
         except ValueError:
-            continue  # the run is writing this line now, or was killed while it did
+            continue  # the run is writing this line now, or was killed while writing it
     if not lines:
         raise ConfigError(f"{path} is empty: plot the run after its first step")
     summary = folder / "summary.json"
@@ -74,12 +74,12 @@ def read(folder: Path) -> Run:
 
 
 def plot(folders: Sequence[Path], to: Path | None = None) -> list[Path]:
-    """Draw the runs in ``folders`` into ``to`` (default: `PLOTS` in the first); the pictures' paths.
+    """Draw the runs in ``folders`` into ``to`` (default: `PLOTS` in the first). Returns the pictures' paths.
 
-    ``training.png``: loss, learning rate and tokens/s by step, all runs in one picture. Of a single run that
+    ``training.png``: loss, learning rate and tokens/s by step, all runs in one picture. For a single run that
     has ended also ``lanes.png``, seconds by lane, and ``timeline.png``, its last whole steps.
 
-    Raises ConfigError for a folder without a run, and OSError where a picture cannot be written.
+    Raises ConfigError for a folder without a run, and OSError if a picture cannot be written.
     """
     runs = [read(folder) for folder in folders]
     to = folders[0] / PLOTS if to is None else to
@@ -89,7 +89,7 @@ def plot(folders: Sequence[Path], to: Path | None = None) -> list[Path]:
         return written
     [run] = runs
     if run.summary is None:
-        print(f"{run.folder} has not ended: lanes and the timeline are drawn of a run that has")
+        print(f"{run.folder} has not ended: lanes and the timeline need a finished run")
         return written
     written.append(_lanes(run.summary, to / "lanes.png"))
     trace = run.folder / "trace.json"
@@ -140,7 +140,7 @@ def _training(runs: Sequence[Run], picture: Path) -> Path:
 
 
 def _loss_limits(axes: Axes, runs: Sequence[Run]) -> None:
-    """Let single steps that are far off, such as those before a run was sent back, leave the picture."""
+    """Cut off outliers, such as the loss of steps before a rollback."""
     values = sorted(value for run in runs for key in ("loss", "val_loss") for value in run.curve(key).values)
     if len(values) < 20:
         return
@@ -158,7 +158,7 @@ def _smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _lanes(summary: dict[str, Any], picture: Path) -> Path:
-    """Of each lane the seconds in which it was busy, and those that compute waited for it."""
+    """For each lane the seconds in which it was busy, and those in which compute waited for it."""
     busy = {lane: seconds for lane, seconds in summary["busy_seconds"].items() if seconds > 0}
     lanes = list(busy)[::-1]
     waited = [summary["exposed_seconds"].get(lane, 0.0) if lane != "compute" else 0.0 for lane in lanes]

@@ -1,4 +1,4 @@
-"""What all runs share: the files in their folder, signals, and the table at the end."""
+"""Parts that all runs share: the files in their folder, signals, and the table at the end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Lines:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """All whole lines; a killed run may have left half of one."""
+        """All whole lines; a killed run may have left a partial one."""
         found = []
         if self.path.is_file():
             for line in self.path.read_text(encoding="utf-8").splitlines():
@@ -57,14 +57,14 @@ class Lines:
         return found
 
     def forget_after(self, step: int) -> None:
-        """Drop the lines beyond ``step``, which a resumed run writes again."""
+        """Drop the lines after ``step``, which a resumed run writes again."""
         kept = [line for line in self.read() if line["step"] <= step]
         if self.path.is_file():
             with new_file(self.path) as file:
                 file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
 
 
-#: What ends a run, with a line that names the remedy.
+#: Errors that end a run with a line that names the remedy.
 FAILURES = (torch.OutOfMemoryError, MemoryError, streamer.NonFiniteError)
 
 
@@ -101,8 +101,8 @@ class Stop:
 
 @dataclass(frozen=True)
 class Space:
-    """Bytes of disk: of a checkpoint, of which there are ``count`` at a time while one more is written, and
-    of the weights at the end."""
+    """Bytes of disk: of a checkpoint and of the weights at the end. The folder keeps ``count`` checkpoints
+    while one more is written."""
 
     checkpoint: int
     count: int
@@ -110,7 +110,7 @@ class Space:
 
     @property
     def peak(self) -> int:
-        """The most that the run's folder holds."""
+        """The most bytes that the run's folder holds."""
         return self.checkpoint * self.count + self.weights
 
     def line(self) -> str:
@@ -119,8 +119,8 @@ class Space:
 
 
 def space_of(config: Config, model: nn.Module) -> Space:
-    """What a run of ``config`` writes; ``model`` is its model, with values or without. A trained parameter
-    takes its fp32 master and its moments, a frozen one its values; of adapters the base is left out."""
+    """The files of a run of ``config``; ``model`` is its model, with values or without. A trained parameter
+    takes its fp32 master and its moments, a frozen one its values; the base of adapters is left out."""
     streamed = dtype_of(config)
     state, fp32 = MOMENTS[parse_state_dtype(config.optimizer.state_dtype)], MOMENTS[torch.float32]
     checkpoint = weights = 0
@@ -142,7 +142,7 @@ def space_of(config: Config, model: nn.Module) -> Space:
 
 
 def check_space(config: Config, out: Path) -> None:
-    """Raise ConfigError where the disk of the folder ``out`` has too little room for what the run writes."""
+    """Raise ConfigError if the disk of the folder ``out`` has too little room for the run's files."""
     space, place = space_of(config, without_values(config)), out
     while not place.exists():
         place = place.parent
@@ -168,8 +168,8 @@ def seconds_of(model: nn.Module) -> Seconds:
 def write_end(
     model: nn.Module, out: Path, first: Seconds | None, trained: Mapping[str, float], *, unit: str = "token"
 ) -> None:
-    """Write ``trace.json`` and ``summary.json``, and print the summary as a table. ``first`` are the seconds
-    of the first step, which are left out; ``trained`` has tokens per second and losses in nats."""
+    """Write ``trace.json`` and ``summary.json``, and print the summary as a table. ``first`` has the seconds
+    of the first step, which do not count; ``trained`` has tokens per second and losses in nats."""
     streamer.synchronize(model)
     with new_file(out / TRACE) as file:
         streamer.save_trace(model, file)

@@ -1,4 +1,4 @@
-"""Configs and models of streamer's own: next to the package in a checkout, inside of it once installed."""
+"""Configs and models of streamer's own: next to the package in a checkout, inside it once installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from streamer.cli.config import ConfigError
 from streamer.config_values import nearest
 
 PACKAGE = Path(__file__).parent.parent
-#: The package that pyproject.toml makes of the folders ``configs`` and ``models`` in a wheel.
+#: The package in a wheel that pyproject.toml builds from the folders ``configs`` and ``models``.
 INSIDE = "shipped"
 
 
@@ -37,8 +37,8 @@ def is_model(name: str) -> bool:
 
 
 def model_folder(name: str) -> str:
-    """The folder of a model: ``name``, or where there is no such folder the files of that id, from the hub or
-    from its cache. Raises ConfigError where there are none."""
+    """The folder of a model: ``name`` or, if there is no such folder, the files of that id from the hub or
+    from its cache. Raises ConfigError if there are none."""
     path = Path(name)
     if path.exists() or not is_model(name):
         return str(path.parent if path.name == "config.json" else path)
@@ -50,14 +50,14 @@ def model_folder(name: str) -> str:
     except Exception as error:  # the library may raise anything without a network, or for an unknown id
         reason = str(error).strip().splitlines()[0][:120]
         raise ConfigError(
-            f"{name}: no such folder, and the hub has not sent it ({reason}): where there is a network, run "
-            f"`hf download {name} --local-dir DIR`, and give DIR"
+            f"{name}: no such folder, and no download from the hub ({reason}): on a machine with a network, "
+            f"run `hf download {name} --local-dir DIR`, and use DIR"
         ) from error
 
 
 def config_path(name: str) -> Path:
-    """The config that is meant: the file ``name`` or, where there is none, streamer's own of that name, such
-    as ``gpt2-demo`` or ``configs/gpt2-demo.toml``."""
+    """The path of a config: the file ``name`` or, if there is none, streamer's own of that name, such as
+    ``gpt2-demo`` or ``configs/gpt2-demo.toml``."""
     path = Path(name)
     if path.exists() or path.parent not in (Path(), Path("configs")):
         return path
@@ -65,7 +65,7 @@ def config_path(name: str) -> Path:
 
 
 def model_module(name: str) -> ModuleType | None:
-    """streamer's own module ``models.NAME``, None where it has none of that name."""
+    """streamer's own module ``models.NAME``, None if it has none of that name."""
     top, _, rest = name.partition(".")
     if top != "models" or not (folder("models") / f"{rest}.py").is_file():
         return None
@@ -84,8 +84,8 @@ def list_configs() -> None:
 
 
 def copy_config(name: str, to: Path | None) -> None:
-    """Copy a config, to be edited, to ``to`` (default: ``NAME.toml`` here). Raises ConfigError for a name
-    that no config has, and for a file that is there."""
+    """Copy a config, for editing, to ``to`` (default: ``NAME.toml`` here). Raises ConfigError for an unknown
+    name, and for a file that exists."""
     name = Path(name).name.removesuffix(".toml")
     files = config_files()
     if name not in files:
@@ -95,5 +95,5 @@ def copy_config(name: str, to: Path | None) -> None:
         with to.open("x", encoding="utf-8") as file:
             file.write(files[name].read_text())
     except FileExistsError:
-        raise ConfigError(f"{to} is there already: give another name by --to") from None
+        raise ConfigError(f"{to} exists already: choose another name by --to") from None
     print(f"{to}: streamer train {to}")

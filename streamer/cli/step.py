@@ -1,4 +1,4 @@
-"""One update of a wrapped language model: what `streamer train` does and `streamer plan` plans."""
+"""One update of a wrapped language model, for `streamer train` and `streamer plan`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Batch = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
 def loss_function(model: nn.Module) -> Callable[[nn.Module, Batch], torch.Tensor]:
-    """What computes the sum of the cross-entropies of a batch, in nats, without all logits at a time if it
-    can: of a causal language model of transformers, and of one whose ``forward`` takes ``loss_of``, a
+    """A function that computes the sum of the cross-entropies of a batch, in nats. It never holds all logits
+    for a causal language model of transformers, nor for a model whose ``forward`` takes ``loss_of``, a
     function of the last hidden states [sequences, time, width] and the head's weight. Other models return
     logits."""
     if "loss_of" in inspect.signature(model.forward).parameters:
@@ -54,7 +54,7 @@ def _by_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """The logits of a model that returns them, or an object that has them."""
+    """The logits from a model's output: the output itself, or its attribute."""
     logits: torch.Tensor = getattr(output, "logits", output)
     return logits
 
@@ -66,8 +66,8 @@ def step_on(
     loss_of: Callable[[nn.Module, Batch], torch.Tensor],
     batches: Sequence[Batch],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One update by the mean loss over all tokens of ``batches``, each a forward and a backward; the loss,
-    and the norm of the gradient before clipping, None where layers are updated in backward."""
+    """One update by the mean loss over all tokens of ``batches``, each a forward and a backward. Returns the
+    loss, and the norm of the gradient before clipping, None if layers are updated in backward."""
     count = sum(batch[1].numel() for batch in batches)
     total = torch.zeros(())
     for batch in batches:
@@ -76,7 +76,7 @@ def step_on(
         total = total.to(loss.device) + loss.detach()
     norm = None
     if config.stream.update == "step":
-        # 0 is no clipping, and the norm is logged all the same
+        # 0 means no clipping, but the norm is still logged
         norm = streamer.clip_grad_norm_(model, config.train.max_grad_norm or math.inf)
     optimizer.step()
     optimizer.zero_grad()

@@ -52,14 +52,14 @@ from streamer.integrations.transformers import is_complete, last_checkpoint
 from streamer.integrations.trl import PackingError, SFTTrainer
 from streamer.quantized.parts import values_in
 
-#: Where the weights are in the end: those of a model, or adapters alone.
+#: Folder of the final weights: those of a model, or only adapters.
 WEIGHTS, ADAPTERS = "model", "adapters"
-#: Ours in place of the defaults of `trl.SFTConfig`. Without ``use_cpu`` accelerate averages nothing over CPU
+#: Our defaults in place of those of `trl.SFTConfig`. Without ``use_cpu`` accelerate averages nothing over CPU
 #: ranks.
 DEFAULTS: dict[str, Any] = {
     "assistant_only_loss": True,
     "bf16": False,  # not autocast: weights are streamed in [stream] dtype
-    "gradient_checkpointing": False,  # layers are run again in backward anyway
+    "gradient_checkpointing": False,  # the engine recomputes layers in backward anyway
     "report_to": "none",
     "disable_tqdm": True,  # the bar is ours
     "packing": True,
@@ -70,7 +70,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def arguments_of(config: Config) -> SFTConfig:
-    """``[train]`` as `trl.SFTConfig`. Raises ConfigError for unknown keys and values that it refuses."""
+    """``[train]`` as `trl.SFTConfig`. Raises ConfigError for unknown keys and refused values."""
     known = {item.name for item in dataclasses.fields(SFTConfig) if item.init}
     for name in config.trainer:
         if name not in known:
@@ -94,12 +94,12 @@ def arguments_of(config: Config) -> SFTConfig:
 
 
 def train_folder(config: Config, *, resume: str | None = None) -> None:
-    """Train the model of ``model.path``; write checkpoints and, in the end, its weights below
+    """Train the model of ``model.path``; write checkpoints and, at the end, its weights into
     ``train.output_dir``.
 
-    ``resume`` is a checkpoint, or empty for the last one in ``train.output_dir``. The first Ctrl-C or SIGTERM
-    lets the step end and saves. Raises ConfigError, in one line, for what cannot be trained, before anything
-    is written."""
+    ``resume`` is a checkpoint, or empty for the last one in ``train.output_dir``. On the first Ctrl-C or
+    SIGTERM the run finishes its step and saves. Raises ConfigError, in one line, for an unusable
+    configuration, before any file is written."""
     args, original = arguments_of(config), config
     config = with_keys(config, train=_sizes(args))
     out, is_first = Path(str(args.output_dir)), args.process_index == 0
@@ -113,13 +113,13 @@ def train_folder(config: Config, *, resume: str | None = None) -> None:
     config = _planned(config, args, say)
     check_space(config, out)
     _check_context(config)
-    with args.main_process_first():  # the others find its tokens
+    with args.main_process_first():  # the other ranks find its tokens
         train, validation = load_data(
             config, tokenizer, seed=args.seed, answers_only=args.assistant_only_loss
         )
     _check_tokens(config, tokenizer, train)
-    args.assistant_only_loss = False  # labels say it already
-    transformers.set_seed(args.seed)  # the first values of adapters
+    args.assistant_only_loss = False  # the labels already mask prompts
+    transformers.set_seed(args.seed)  # for the initial values of adapters
     model = build_model(config, process_group=dist.group.WORLD if args.world_size > 1 else None)
     try:
         progress, stop = Progress(out), Stopping()
@@ -140,10 +140,10 @@ def train_folder(config: Config, *, resume: str | None = None) -> None:
             with refusals("[train]", besides=PackingError):
                 trainer = build()
         except PackingError:
-            say(f"{type(model).__name__} does not keep packed texts apart: each has a row of its own")
+            say(f"{type(model).__name__} does not separate packed texts: each has a row of its own")
             args.packing = False
             trainer = build()
-        except (ImportError, RuntimeError) as error:  # a library of report_to that is not installed
+        except (ImportError, RuntimeError) as error:  # a library in report_to is not installed
             raise ConfigError(f"[train]: {' '.join(str(error).split())}") from error
         trainer.remove_callback(PrinterCallback)
         if checkpoint is not None and _has_ended(checkpoint, args):
@@ -170,19 +170,19 @@ def train_folder(config: Config, *, resume: str | None = None) -> None:
 
 
 def _optimizer(config: Config, args: Any) -> dict[str, Any]:
-    """Arguments of the Trainer for another optimizer than its own AdamW."""
+    """Arguments of the Trainer for an optimizer other than its own AdamW."""
     if config.optimizer.name == "adamw" and not config.optimizer.args:
         return {}
     names = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
     config = with_keys(config, train={name: getattr(args, name) for name in names})
     make, options = optimizer_of(config)
-    # transformers takes the class itself, and calls anything else as a factory of its own kind
+    # transformers accepts the class itself; it calls anything else as a factory of its own kind
     kind = make.args[0] if isinstance(make, partial) else make
     return {"optimizer_cls_and_kwargs": (kind, options)}
 
 
 def _sizes(args: Any) -> dict[str, Any]:
-    """The keys of ``[train]`` that streamer reads, as the Trainer has them."""
+    """The keys of ``[train]`` that streamer reads, with the Trainer's values."""
     names = ("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "seed")
     return {name: getattr(args, name) for name in names} | {"max_steps": max(0, args.max_steps)}
 
@@ -192,7 +192,7 @@ def _silent(*_: object) -> None:
 
 
 def _planned(config: Config, args: Any, say: Any) -> Config:
-    """``config`` with what is "auto" chosen. Raises ConfigError where the run does not fit."""
+    """``config`` with a choice for every "auto". Raises ConfigError if the run does not fit."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     machines = max(1, args.world_size // here)
     config, chosen = settle(config, ranks=here, machines=machines)
@@ -259,19 +259,19 @@ def _beginning(model: nn.Module, trainer: Any, config: Config, documents: int) -
 
 
 def _checkpoint_to_resume(out: Path, resume: str | None) -> Path | None:
-    """The checkpoint to continue from; None without ``resume``. Removes what a killed run has left
-    incomplete. Raises ConfigError where there is none, and without ``resume`` where the folder has some."""
+    """The checkpoint to continue from; None without ``resume``. Removes incomplete files of a killed run.
+    Raises ConfigError if there is none, and without ``resume`` if the folder has some."""
     last = last_checkpoint(out)
     if resume is None:
         if last is not None:
-            raise ConfigError(f"{out} has checkpoints of a run: give --resume, or another train.output_dir")
+            raise ConfigError(f"{out} has checkpoints of a run: use --resume, or another train.output_dir")
         return None
     if resume:
         found = Path(resume)
         found = last_checkpoint(found) or found
         if not is_complete(found):
             raise ConfigError(
-                f"--resume {resume}: there is no complete checkpoint: give a run's folder, or checkpoint-N "
+                f"--resume {resume}: there is no complete checkpoint: use a run's folder, or checkpoint-N "
                 "in it"
             )
         return found
@@ -293,7 +293,7 @@ def _has_ended(checkpoint: Path, args: Any) -> bool:
 
 
 def _finish(trainer: Any, config: Config, out: Path, progress: Progress) -> None:
-    """Write the weights and the summary. Weights are read from a checkpoint, a tensor at a time: those on
+    """Write the weights and the summary. Weights are read from a checkpoint, one tensor at a time: those on
     disk would not fit in memory."""
     args, model = trainer.args, trainer.model
     place = out / (ADAPTERS if config.lora else WEIGHTS)
@@ -339,7 +339,7 @@ class Progress(transformers.TrainerCallback):
         self.lines = Lines(out / METRICS)
         self.speed = 0.0
         self.losses: dict[str, float] = {}
-        #: seconds by lane after the first step, which compiles
+        #: seconds by lane after the first step, which includes compilation
         self.first: Seconds | None = None
         self._bar: tqdm[Any] | None = None
         self._time, self._tokens = 0.0, 0
@@ -376,7 +376,7 @@ class Progress(transformers.TrainerCallback):
         if "eval_loss" in logs:
             self.losses.setdefault("first_val_loss", logs["eval_loss"])
             self.losses["last_val_loss"] = line["val_loss"] = logs["eval_loss"]
-            self._time, self._tokens = time.perf_counter(), 0  # the time of a validation is not that of steps
+            self._time, self._tokens = time.perf_counter(), 0  # the time of a validation does not count
         self.lines.add(line)
         words = ", ".join(f"{name} {_short(name, value)}" for name, value in line.items() if name != "step")
         if "loss" in logs and not self._bar.disable:
@@ -401,7 +401,7 @@ def _short(name: str, value: float) -> str:
 
 
 class Samples(transformers.TrainerCallback):
-    """Writes what the model answers to the prompts of ``[sample]``, every so many steps and at the end."""
+    """Writes the model's answers to the prompts of ``[sample]``, every ``every`` steps and at the end."""
 
     def __init__(self, writer: Writer, out: Path, progress: Progress) -> None:
         self.writer, self.lines, self.progress = writer, Lines(out / "samples.jsonl"), progress
@@ -421,7 +421,8 @@ class Samples(transformers.TrainerCallback):
 
 
 class Stopping(Stop, transformers.TrainerCallback):
-    """The first Ctrl-C or SIGTERM, on any rank, lets the step end and saves; the second ends the process."""
+    """On the first Ctrl-C or SIGTERM, on any rank, the run finishes its step and saves; the second ends the
+    process."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.world_size > 1:

@@ -514,7 +514,7 @@ class AdamW(Optimizer):
 
     def __getstate__(self) -> NoReturn:
         raise RuntimeError(
-                "this optimizer cannot be copied or pickled, its state is that of a wrapped model: save "
+            "this optimizer cannot be copied or pickled, its state is that of a wrapped model: save "
             "optimizer.state_dict()"
         )
 

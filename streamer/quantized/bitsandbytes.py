@@ -1,11 +1,11 @@
-"""Weights of bitsandbytes, which are no tensor subclasses with inner tensors: what they are made of.
+"""Weights of bitsandbytes and their parts. They are not tensor subclasses with inner tensors.
 
-``Params4bit`` shows its codes, and has absmax values, code books and an offset in its ``quant_state``; where
-the absmax values are quantized too (double quantization) that has a ``state2`` of its own. A weight that is
-in no linear module, such as a stack of experts, may be codes with a parametrization of
-``bitsandbytes.nn.parametrize``, which has the ``quant_state`` and gives the module the values. ``Int8Params``
-shows its codes (CB), and has a scale for each row (SCB); the first forward moves both to its module's
-``state``. [Note: parts]
+``Params4bit`` holds its codes as data, and absmax values, code books and an offset in its ``quant_state``. If
+the absmax values are quantized too (double quantization), that has a ``state2`` of its own. A weight outside
+of linear modules, such as a stack of experts, may be codes with a parametrization of
+``bitsandbytes.nn.parametrize``, which has the ``quant_state`` and computes the values for the module.
+``Int8Params`` holds its codes (CB) as data, and a scale for each row (SCB); the first forward moves both to
+its module's ``state``. [Note: parts]
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from streamer.quantized.parts import Composite, Modules, become
 
 
 def composite_of(name: str, param: torch.Tensor, modules: Modules) -> Composite | None:
-    """What ``param`` is made of. Raises ValueError for one that is not quantized yet, or is of a class that
-    is not known here."""
+    """The `Composite` of ``param``. Raises ValueError for one that is not quantized yet, or is of an unknown
+    class."""
     kind = _kind(param)
     if parametrizations := _parametrizations(modules):
         return _FourBits(param, parametrizations)
@@ -34,8 +34,8 @@ def composite_of(name: str, param: torch.Tensor, modules: Modules) -> Composite 
             raise _not_quantized(name)
         if getattr(param.quant_state, "packing_format_for_cpu", False):  # type: ignore[attr-defined]
             raise ValueError(
-                f"parameter '{name}' was packed anew by an evaluation on the CPU, and cannot be trained on "
-                "any more: load the model again, and wrap it before it is evaluated"
+                f"parameter '{name}' was repacked by an evaluation on the CPU, and cannot be trained "
+                "any more: load the model again, and wrap it before an evaluation"
             )
         return _FourBits(param, modules)
     if kind == "Int8Params":
@@ -55,7 +55,7 @@ def composite_of(name: str, param: torch.Tensor, modules: Modules) -> Composite 
 
 
 def _parametrizations(modules: Modules) -> list[nn.Module]:
-    """Those that have the ``quant_state`` of a parameter that is registered in ``modules``."""
+    """The modules that have the ``quant_state`` of a parameter registered in ``modules``."""
     lists = [module for module in modules if isinstance(module, ParametrizationList)]
     return [each for module in lists for each in module if type(each).__name__ == _PARAMETRIZATION]
 
@@ -72,25 +72,25 @@ def _kind(param: torch.Tensor) -> str:
 
 
 def _remade(param: Any, data: torch.Tensor, **attributes: object) -> Any:
-    """A weight of the class of ``param`` with other codes and ``attributes``."""
+    """A weight of the class of ``param`` with new codes and ``attributes``."""
     made = torch.Tensor._make_subclass(getattr(type(param), "_plain_class", type(param)), data, False)
     own = {name: value for name, value in vars(param).items() if not name.startswith("_streamer")}
     made.__dict__.update(own, **attributes)
     return made
 
 
-#: Whether a Linear4bit that is evaluated on the CPU packs its weight anew, for good. It would do so at each
-#: visit of a layer, and in its first run but not where that is recomputed, with other roundings.
+#: Whether a Linear4bit evaluated on the CPU repacks its weight, permanently. It would do so in every forward
+#: of a layer. The layer's first run would repack but its recomputation would not, with other roundings.
 _PACKS = "support_avx512bf16_for_cpu"
 
 
-#: The class of bitsandbytes that dequantizes a parameter of any module where it is used.
+#: The class of bitsandbytes that dequantizes a parameter of any module at its use.
 _PARAMETRIZATION = "Bnb4bitParametrization"
 
 
 class _FourBits(Composite):
-    """A ``Params4bit``, or codes with a parametrization. Parts beside the codes are named as bitsandbytes
-    names them in files."""
+    """A ``Params4bit``, or codes with a parametrization. Parts other than the codes have the names of
+    bitsandbytes in files."""
 
     attributes = frozenset({"quant_state"})
 
@@ -124,7 +124,7 @@ class _FourBits(Composite):
             _set(self._state, parts[1:])
         else:
             become(self.param, self.like(parts))
-        for module in self.modules:  # after a deepcopy the module's is another object
+        for module in self.modules:  # after a deepcopy the module has another object
             if (other := getattr(module, "quant_state", None)) is not None and other is not self._state:
                 module.quant_state = self._state
 

@@ -1,4 +1,4 @@
-"""What bitsandbytes does inside with 4-bit weights, and does not document: any release may change it."""
+"""Undocumented internals of bitsandbytes for 4-bit weights: any release may change them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 @cache
 def blocks_go_on_in_rows() -> bool:
-    """Whether the CPU's kernel for 4-bit weights goes on with a block of scales where a row ends, as
+    """Whether the CPU's kernel for 4-bit weights continues a block of scales across the end of a row, as
     quantization does: see `values_of_4_bits`."""
     library: Any = import_module("bitsandbytes")
     # three rows of one and a half blocks, whose scales are all different
@@ -27,8 +27,8 @@ def blocks_go_on_in_rows() -> bool:
 def values_of_4_bits(codes: torch.Tensor, state: Any) -> torch.Tensor:
     """The values of ``codes`` by their QuantState, in its shape and dtype.
 
-    Blocks go on from row to row. But the kernel of bitsandbytes 0.50 for CPUs with AVX-512 begins a block
-    with each row, and takes the scales of others where a row is no whole number of blocks. One row is right.
+    Blocks continue from row to row. But the kernel of bitsandbytes 0.50 for CPUs with AVX-512 begins a block
+    with each row, and takes wrong scales if a row is not a whole number of blocks. One row is right.
     """
     as_row = copy.copy(state)
     as_row.shape = torch.Size((1, prod(state.shape)))
@@ -48,7 +48,7 @@ def product_with_4_bits(
     absmax_code: torch.Tensor | None = None,
     absmax_offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What ``bitsandbytes::gemm_4bit`` computes for more than a few ``rows``: the weight dequantized, and a
+    """The result of ``bitsandbytes::gemm_4bit`` for more than a few ``rows``: the weight dequantized, and a
     product with it."""
     ops: Any = torch.ops.bitsandbytes
     if absmax_8bit is not None and absmax_offset is not None:

@@ -1,16 +1,16 @@
-"""Parameters that are made of several plain tensors, as quantized weights are.
+"""Parameters stored as several plain tensors, such as quantized weights.
 
 [Note: parts]
-A quantized weight is codes of 8 or 4 bits and their scales, in one object: a tensor subclass that tells its
-inner tensors by ``__tensor_flatten__`` (torchao's), or a class of bitsandbytes. A unit holds the plain
+A quantized weight is codes of 8 or 4 bits and their scales, in one object: a tensor subclass that lists its
+inner tensors in ``__tensor_flatten__`` (torchao's), or a class of bitsandbytes. A unit holds the plain
 tensors, the *parts* of such a parameter, as frozen parameters in their own dtypes. So slots, copies, host
-memory, disks and plans know nothing of quantization, and checkpoints a word for each weight
+memory, disks and plans need no code for quantization, and checkpoints store one text for each weight
 (`Composite.kind`). A `Composite` connects both sides:
 
-- in a run of the layer its modules see a weight that is made of the parts in the slot (`Composite.like`);
-- the user's parameter stays the same object, and is made of the parts in host memory (`Composite.show`).
+- while the layer runs, its modules use a weight assembled from the parts in the slot (`Composite.like`);
+- the user's parameter stays the same object, assembled from the parts in host memory (`Composite.show`).
 
-The library that made a weight dequantizes it on the device, at each use. Only the parts cross the bus.
+The library of the weight dequantizes it on the device, at each use. Only the parts cross the bus.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ Modules = Sequence[nn.Module]
 
 
 class Composite(abc.ABC):
-    """The parameter ``param``, registered in ``modules``, that is made of other tensors."""
+    """The parameter ``param``, registered in ``modules``, that is assembled from other tensors."""
 
-    #: attributes of the modules that are made of the same tensors
+    #: attributes of the modules that use the same tensors
     attributes: frozenset[str] = frozenset()
 
     def __init__(self, param: torch.Tensor, modules: Modules) -> None:
         self.param = param
         self.modules = modules
-        #: attributes of modules that are others in the wrapped model, as they were before
+        #: attributes of modules that differ in the wrapped model, with their earlier values
         self.held: dict[nn.Module, dict[str, object]] = {}
 
     @property
@@ -56,52 +56,53 @@ class Composite(abc.ABC):
 
     @abc.abstractmethod
     def like(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A weight as ``param`` is, made of other ``parts`` of the same shapes and dtypes on any device."""
+        """A weight of the kind of ``param``, with other ``parts`` of the same shapes and dtypes on any
+        device."""
 
     @abc.abstractmethod
     def show(self, parts: Sequence[torch.Tensor]) -> None:
-        """Let ``param`` itself be made of ``parts``."""
+        """Replace the parts of ``param`` itself."""
 
     @property
     @abc.abstractmethod
     def structure(self) -> object:
-        """What the weight's values depend on beside its parts, to be compared by its ``repr``."""
+        """Everything except its parts that the weight's values depend on, to be compared by ``repr``."""
 
     @property
     @abc.abstractmethod
     def kind(self) -> str:
-        """How the weight is made of its parts, in words for users. Parts of the same names and shapes may
-        stand for other values in a weight of another kind."""
+        """How the parts form the weight, in words for users. Parts of the same names and shapes may mean
+        other values in a weight of another kind."""
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype in which the weight takes part in computations, None where it follows its input's."""
+        """The dtype in which the weight takes part in computations, None if it follows its input's."""
         return None
 
     def is_misread_on(self, device: torch.device) -> bool:
-        """Whether the library that made the weight computes on ``device`` with other values than it has."""
+        """Whether the weight's library computes on ``device`` with wrong values."""
         return False
 
     def lent(self, leaf: torch.Tensor) -> dict[str, object]:
-        """Attributes that the modules are to have while they see ``leaf``, which `like` has made."""
+        """Attributes of the modules while they use ``leaf``, a result of `like`."""
         return {}
 
     def hold(self) -> None:
-        """Let the modules of a wrapped model leave the memory of their weight as it is. `held` has what that
-        changes."""
+        """Keep the modules of a wrapped model from changing the memory of their weight. `held` has the
+        attributes that this changes."""
         return
 
     def let_go(self) -> None:
-        """End what `hold` has begun, if it has."""
+        """Undo `hold`, if it was called."""
         for module, had in self.held.items():
             vars(module).update(had)
         self.held.clear()
 
 
 def composite_of(name: str, param: torch.Tensor, modules: Modules) -> Composite | None:
-    """What ``param`` is made of; None for a plain parameter.
+    """The `Composite` of ``param``; None for a plain parameter.
 
-    Raises ValueError, with the remedy, for one of a class that cannot be taken apart or is not quantized yet.
+    Raises ValueError, with the remedy, for a class that cannot be split or a weight not quantized yet.
     """
     kind: Any = type(param)
     beside = [each for module in modules if isinstance(module, ParametrizationList) for each in module]
@@ -110,7 +111,7 @@ def composite_of(name: str, param: torch.Tensor, modules: Modules) -> Composite 
     if has_inner_tensors(param):
         if hasattr(param, "device_mesh"):
             raise ValueError(
-                f"parameter '{name}' is a DTensor: give streamer.wrap the whole model (param.full_tensor()), "
+                f"parameter '{name}' is a DTensor: pass streamer.wrap the whole model (param.full_tensor()), "
                 "and several GPUs by process_group="
             )
         return _Subclass(param, modules)
@@ -127,30 +128,29 @@ def _is_of_bitsandbytes(thing: object) -> bool:
 
 
 def parts_of(param: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a parameter is made of, itself if it is a plain one."""
+    """The parts of a parameter; the parameter itself if it is plain."""
     composite = composite_of("", param, ())
     return [param] if composite is None else composite.parts()
 
 
 def shape_of(param: torch.Tensor) -> tuple[int, ...]:
-    """The shape of the values that a parameter stands for: one in 4 bits shows that of its codes."""
+    """The shape of a parameter's values. The tensor's own shape is that of the codes for 4 bits."""
     state = getattr(param, "quant_state", None)
     return tuple(param.shape if state is None else state.shape)
 
 
 def values_in(param: torch.Tensor) -> int:
-    """How many values a parameter stands for: of one in 4 bits a byte has two."""
+    """The number of a parameter's values: with 4 bits, two in each byte."""
     return math.prod(shape_of(param))
 
 
 def has_inner_tensors(tensor: object) -> bool:
-    """Whether ``tensor`` is of a subclass that tells its inner tensors."""
+    """Whether ``tensor`` is of a subclass that lists its inner tensors."""
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that ``tensor`` is made of: itself, unless it is sparse or of a subclass with inner
-    tensors."""
+    """The plain tensors in ``tensor``: itself, unless it is sparse or of a subclass with inner tensors."""
     if is_sparse(tensor):
         return sparse_parts(tensor)
     if type(tensor) is torch.Tensor or not has_inner_tensors(tensor):
@@ -166,7 +166,8 @@ def aliases(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
 
 
 def remade(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor as ``tensor``, sparse or of a subclass with inner tensors, made of other ``parts``."""
+    """A tensor of the kind of ``tensor`` (sparse, or of a subclass with inner tensors) with other
+    ``parts``."""
     if is_sparse(tensor):
         return sparse_of(tensor, parts)
     return _Recipe.of(tensor).make(iter(parts))
@@ -174,8 +175,8 @@ def remade(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Recipe:
-    """How a tensor of a subclass is put together: by attribute its inner tensors, which may be of a subclass
-    themselves, and what else ``__tensor_unflatten__`` takes."""
+    """The structure of a tensor of a subclass: by attribute its inner tensors, which may be of a subclass
+    themselves, and the other arguments of ``__tensor_unflatten__``."""
 
     kind: Any
     inner: tuple[tuple[str, _Recipe | None], ...]
@@ -208,7 +209,7 @@ class _Recipe:
             yield from [value] if recipe is None else recipe.take(value)
 
     def make(self, parts: Iterator[torch.Tensor]) -> torch.Tensor:
-        """A tensor of this kind, of the next of ``parts``."""
+        """A tensor of this structure, from the next of ``parts``."""
         inner = {name: next(parts) if recipe is None else recipe.make(parts) for name, recipe in self.inner}
         device = next(iter(inner.values())).device
         context = _on_device(self.context, device)
@@ -216,7 +217,7 @@ class _Recipe:
         return made
 
     def put(self, tensor: torch.Tensor, parts: Iterator[torch.Tensor]) -> None:
-        """Let ``tensor`` be made of the next of ``parts``."""
+        """Replace the plain tensors in ``tensor`` by the next of ``parts``."""
         for name, recipe in self.inner:
             if recipe is None:
                 setattr(tensor, name, next(parts))
@@ -225,7 +226,7 @@ class _Recipe:
 
 
 def _on_device(context: Any, device: torch.device) -> Any:
-    """``context`` with ``device`` in place of the devices that are told in it."""
+    """``context`` with ``device`` in place of the devices in it."""
     if isinstance(context, torch.device):
         return device
     if isinstance(context, dict):
@@ -258,7 +259,7 @@ class _Subclass(Composite):
     def show(self, parts: Sequence[torch.Tensor]) -> None:
         if self.param.device == parts[0].device:
             self._recipe.put(self.param, iter(parts))
-        else:  # a wrapper's own device stays for good
+        else:  # a wrapper's own device never changes
             become(self.param, self.like(parts))
 
     @property
@@ -276,7 +277,7 @@ class _Subclass(Composite):
 
 
 def become(param: torch.Tensor, other: torch.Tensor) -> None:
-    """Let ``param``, which stays the same object, be what ``other`` is, on another device."""
+    """Turn ``param``, which stays the same object, into ``other``, on another device."""
     kept = {name: value for name, value in vars(param).items() if name not in vars(other)}
     other.__dict__.update(kept)
     other.__class__ = type(param)
@@ -284,12 +285,12 @@ def become(param: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def marked(leaf: torch.Tensor) -> torch.Tensor:
-    """``leaf``, which layers are to take for a parameter (``isinstance(leaf, nn.Parameter)``)."""
+    """``leaf``, marked as a parameter for layers (``isinstance(leaf, nn.Parameter)``)."""
     leaf._is_param = True
     return leaf
 
 
 def plainly(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """``tensors`` as plain ones, without gradients; writes in place are counted in both."""
+    """``tensors`` as plain ones, without gradients; both count writes in place."""
     with SubclassesOff():
         return [torch.Tensor.detach(tensor) for tensor in tensors]

@@ -323,7 +323,11 @@ def test_a_checkpoint_of_another_optimizer(runs: Any, tmp_path: Path) -> None:
     plain.save(tmp_path / "plain")
     refused(runs(), tmp_path / "plain", "state of AdamW, and this is streamer.AdamW")
     other = runs(make=lambda p: torch.optim.AdamW([{"params": p[1:]}, {"params": p[:1]}]))
-    refused(other, tmp_path / "plain", r"groups of \[\d+\] parameters, and this optimizer has groups of \[\d+, 1\]")
+    refused(
+        other,
+        tmp_path / "plain",
+        r"groups of \[\d+\] parameters, and this optimizer has groups of \[\d+, 1\]",
+    )
     streamer.save(plain.model, None, tmp_path / "none", step=0)
     refused(plain, tmp_path / "none", "state of None")
 

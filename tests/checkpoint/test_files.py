@@ -482,7 +482,7 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     for name in ("file", "folder"):
-        there = pytest.raises(FileExistsError, match="something already")
+        there = pytest.raises(FileExistsError, match="exists already")
         with there, new_folder(tmp_path / name, nbytes=1):
             raise AssertionError("begun")
     no_folder = pytest.raises(OSError, match=f"checkpoint of 7 bytes.*{tmp_path / 'file'}")

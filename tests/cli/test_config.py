@@ -66,7 +66,7 @@ def test_keys_of_the_trainer_pass_through(tmp_path: Path) -> None:
             "stream.device_memory must be a string of a number and its unit",
         ),
         (OWN, ["lora.r=16"], "[lora] is for a Hugging Face folder"),
-        (OWN, ["stream.update=backward"], 'stream.update = "backward" has no norm to clip by'),
+        (OWN, ["stream.update=backward"], 'stream.update = "backward" cannot clip gradients'),
         (OWN, ["max_steps"], "--set 'max_steps' must be table.key=value"),
         (OWN, ["model.args=[1"], "--set 'model.args=[1': not a TOML value"),
         (OWN, ["train.max_steps.more=1"], "max_steps is not a table"),

@@ -84,14 +84,14 @@ def test_weights_are_the_masters(
 
 
 def test_what_cannot_be_exported(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "there is something already" in refused(capsys, "export", str(run), "--to", str(tmp_path))
+    assert "the path exists already" in refused(capsys, "export", str(run), "--to", str(tmp_path))
     assert "has no complete one" in refused(
         capsys, "export", str(tmp_path / "x"), "--to", str(tmp_path / "out")
     )
     assert "--merge adds adapters" in refused(
         capsys, "export", str(run), "--to", str(tmp_path / "out"), "--merge"
     )
-    assert "knows no best checkpoint" in refused(
+    assert "has no best checkpoint" in refused(
         capsys, "export", str(run), "--to", str(tmp_path / "out"), "--best"
     )
     assert "--shard-size" in error_of(export, run, tmp_path / "out", shard_size="5 of them")

@@ -81,7 +81,7 @@ def test_muon_has_the_options_of_train(config: Path) -> None:
     ("changed", "message"),
     [
         ("optimizer.name=muno", "did you mean 'muon'|there are: .*muon"),
-        ("optimizer.name=json:loads", "no optimizer: name a subclass of torch.optim.Optimizer"),
+        ("optimizer.name=json:loads", "not an optimizer: name a subclass of torch.optim.Optimizer"),
         ("optimizer.name=nothing:Here", "no module 'nothing'"),
         ("optimizer.args={betas=3}", r"\[optimizer\]"),
     ],

@@ -169,7 +169,7 @@ def test_a_table_of_machines_and_batch_sizes(gpt: str, capsys: pytest.CaptureFix
     ]  # fmt: skip
     assert "'many' is no batch size" in refused(capsys, gpt, "--batch-sizes", "many")
     assert "there is no machine 'abacus'" in refused(capsys, gpt, "--machines", "abacus")
-    assert "leave --machines" in refused(capsys, gpt, "--machines", "all", "--timeline", "x.png")
+    assert "leave out --machines" in refused(capsys, gpt, "--machines", "all", "--timeline", "x.png")
 
 
 def test_what_would_be_faster_is_planned(gpt: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,7 +128,7 @@ def test_the_timeline_labels_every_gap_of_compute(
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is no folder of a run: metrics.jsonl is not in it" in refused(capsys, "plot", str(tmp_path))
+    assert "is not the folder of a run: it has no metrics.jsonl" in refused(capsys, "plot", str(tmp_path))
     run = a_run(tmp_path / "empty", steps=0)
     (run / "metrics.jsonl").write_text("")
     assert "after its first step" in refused(capsys, "plot", str(run))

@@ -196,7 +196,7 @@ def test_a_folder_that_is_quantized_already_is_trained_as_it_is(
     if "mixture" in form:
         rewritten(Path("quantized/model.safetensors"), lambda held: held[scale].mul_(2))
         line = refused(capsys, "export", "run", "--to", "again", "--merge")
-        assert "is not what it was in training: put it back" in line
+        assert "differs from that in training: restore it" in line
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_folder_that_is_quantized_already_is_trained_as_it_is(
         (["lora.use_dora=true"], "[lora] use_dora needs the base's values before they are read"),
         (
             ["lora.init_lora_weights=pissa"],
-            "[lora] init_lora_weights: adapters begin with peft's usual values",
+            "[lora] init_lora_weights: adapters start from peft's default values",
         ),
         (['lora.target_modules=["lm_head"]'], "[train]: an adapter on the head would not be trained"),
     ],

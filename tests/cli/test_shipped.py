@@ -34,7 +34,7 @@ def test_configs_are_listed_and_copied(
     assert capsys.readouterr().out == "gpt2-demo.toml: streamer train gpt2-demo.toml\n"
     copied = tmp_path / "gpt2-demo.toml"
     assert copied.read_text() == (HOME / "configs" / "gpt2-demo.toml").read_text()
-    assert "is there already: give another name by --to" in refused(capsys, "configs", "gpt2-demo")
+    assert "exists already: choose another name by --to" in refused(capsys, "configs", "gpt2-demo")
     assert "did you mean 'gpt2-demo'" in refused(capsys, "configs", "gpt2-dem")
     assert main(["configs", "gpt2-demo", "--to", "mine.toml"]) == 0
     assert load_config(tmp_path / "mine.toml") == load_config(copied)

@@ -104,7 +104,7 @@ def test_a_run_that_is_stopped_resumes_to_the_bit(
         patch.setattr(Stopping, "on_step_end", stopped)
         assert main(command(*lora)) == 0
     assert "stopped by SIGTERM after step 4: --resume" in capsys.readouterr().out
-    assert "run has checkpoints of a run: give --resume" in refused(capsys, *command(*lora))
+    assert "run has checkpoints of a run: use --resume" in refused(capsys, *command(*lora))
     shutil.copytree("run/checkpoint-4", "run/checkpoint-5")  # incomplete, as after a kill
     (Path("run/checkpoint-5/trainer_state.json")).write_text("{")
     assert main(command(*lora, more=("--resume",))) == 0
@@ -140,7 +140,7 @@ def test_adapters_are_trained_merged_and_talked_to(
     capsys.readouterr()
     talk("run", SampleConfig(tokens=4, temperature=0.0), device="cpu")
     assert len(capsys.readouterr().out.splitlines()) >= 2
-    assert "neither a Hugging Face folder nor a run" in refused(capsys, "chat", "llama/nothing")
+    assert "neither a Hugging Face folder nor a finished run" in refused(capsys, "chat", "llama/nothing")
 
 
 def test_the_best_checkpoint_and_early_stopping(capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,7 +253,7 @@ def test_models_that_take_other_arguments(
     # Bloom's biases have batch times heads along their first dimension, which cannot be cut
     size = 1 if kind == "gpt2" else 2
     assert main(command(f"train.packing={packing}", f"stream.micro_batch_size={size}")) == 0
-    line = "BloomForCausalLM does not keep packed texts apart: each has a row of its own"
+    line = "BloomForCausalLM does not separate packed texts: each has a row of its own"
     assert (line in capsys.readouterr().out) is (kind == "bloom" and packing == "true")
     losses = [row["val_loss"] for row in logged(Path("run"), "val_loss")]
     assert losses[-1] < losses[0]

@@ -240,7 +240,7 @@ def test_checkpoints(folder: Path, tmp_path: Path) -> None:
             "bitsandbytes int8",
             "torchao int8",
             False,
-            "is bitsandbytes int8 there, torchao Int8Tensor here; make the",
+            "is bitsandbytes int8 there, torchao Int8Tensor here; load the",
         ),
     ],
 )

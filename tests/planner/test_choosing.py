@@ -304,8 +304,8 @@ class Lookup(Stack):
     [
         ({"example": None}, r"'auto' needs a batch to plan with: set wrap\(example=...\)"),
         ({"example": (3,)}, "example: no tensor in it has a first dimension that could be"),
-        ({"example": {"ids": torch.zeros(4, 8)}}, r"example: it is not what GPT.forward takes \(missing a"),
-        ({"example": (torch.zeros(4, 8),) * 4}, r"example: it is not what GPT.forward takes \(too many"),
+        ({"example": {"ids": torch.zeros(4, 8)}}, r"example: GPT.forward does not take it \(missing a"),
+        ({"example": (torch.zeros(4, 8),) * 4}, r"example: GPT.forward does not take it \(too many"),
         ({"example": torch.zeros(0, 8).long()}, "example: its batch is empty: use one as large"),
         (
             {"model": Lookup(), "layers": "layers", "example": torch.zeros(4, 8)},
@@ -313,13 +313,13 @@ class Lookup(Stack):
         ),
         ({"example": torch.zeros(4, 17).long()}, r"example: the model cannot run on such a batch \(.+\)"),
         ({"machine": "rtx-4091"}, r"there is no machine 'rtx-4091': did you mean rtx-4090, .*\? known are"),
-        ({"machine": 3}, "machine=3: give the name of one, or a streamer.planner.machine.Machine"),
+        ({"machine": 3}, "machine=3: use a machine.s name, or a streamer.planner.machine.Machine"),
         ({"activations": "automatic"}, "activations='automatic' is unknown: use one of"),
         ({"num_slots": "automatic"}, "num_slots='automatic': it must be an integer of 1 or more"),
         ({"layers": "transformer.x"}, "layers='transformer.x': there is no such module"),
         (
             {"model": Curious(), "layers": "layers", "example": torch.zeros(4, 32)},
-            r"without values, which this model needs \(.*item.*\): give activations, num_slots .* example$",
+            r"without values, which this model needs \(.*item.*\): set activations, num_slots .* example$",
         ),
     ],
 )

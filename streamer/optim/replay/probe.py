@@ -43,9 +43,7 @@ def way_of(optimizer: Optimizer, call: Call) -> Way:
                 tried = _Run(optimizer, call, with_state=with_state)
                 try:
                     tried.run(way)
-                except (
-                    Exception
-                ) as error:  # any error of the optimizer's own code rules this way out
+                except Exception as error:  # any error of the optimizer's own code rules this way out
                     reasons.append(str(error).rstrip("."))
                     continue
             if not (different := plain.differing(tried)):

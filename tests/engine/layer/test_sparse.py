@@ -163,6 +163,6 @@ def test_micro_batches_each_use_the_whole_matrix() -> None:
 
 @pytest.mark.parametrize("make", [Argument, partial(Weight, True)])
 def test_a_step_that_cannot_be_planned_is_refused_with_a_way_out(make: Callable[[], nn.Module]) -> None:
-    match = "planned without values, .* sparse .*: give activations, num_slots and micro_batch_size yourself"
+    match = "planned without values, .* sparse .*: set activations, num_slots and micro_batch_size yourself"
     with pytest.raises(ValueError, match=match):
         streamer.wrap(Graph(make), device="cpu", layers="layers", example=torch.zeros(NODES, WIDTH))
