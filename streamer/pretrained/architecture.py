@@ -1,4 +1,4 @@
-"""A model of the right class without values, as it is before its weights are read."""
+"""A model of the right class without values, for weights to be read into."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ ModelClass = Callable[..., nn.Module]
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 
-#: Of the transformers library: the first whose conversions return the tensors that they make.
+#: Oldest release of the transformers library: the first whose conversions return the converted tensors.
 _OLDEST = (5, 1)
 
 
 def build(path: Path, model_class: ModelClass | None, config: Any, dtype: torch.dtype | None) -> nn.Module:
     """The model with its parameters on the meta device and its buffers on the CPU with their values.
 
-    ``dtype`` is that of what a class of the transformers library builds; None is its config's. Tensors that
-    this library keeps in another dtype have that, and `wrap` keeps it. Raises ValueError, naming the remedy,
-    where nothing says which class it is of, or where it cannot be built.
+    ``dtype`` is the dtype in which a class of the transformers library is built; None is its config's.
+    Tensors that this library keeps in another dtype have that, and `wrap` keeps it. Raises ValueError, naming
+    the remedy, if the class is unknown, or if the model cannot be built.
     """
     if model_class is None or is_of_transformers(model_class):
         model = _of_transformers(path, model_class, config, dtype)
@@ -57,12 +57,12 @@ def build(path: Path, model_class: ModelClass | None, config: Any, dtype: torch.
 
 
 def folder_of(path: Path) -> Path:
-    """The folder of a pretrained model, which ``path`` is or is a file in. Raises ValueError where there is
-    neither."""
+    """The folder of a pretrained model: ``path``, or the folder of the file ``path``. Raises ValueError if
+    there is neither."""
     if path.is_dir():
         return path
     if not path.is_file():
-        raise ValueError(f"{path}: no such folder, and nothing is downloaded: give a local one")
+        raise ValueError(f"{path}: no such folder, and nothing is downloaded: use a local one")
     return path.parent
 
 
@@ -72,16 +72,16 @@ def of_library(model: nn.Module) -> bool:
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether the config of ``model`` says that its weights are quantized."""
+    """Whether the weights of ``model`` are quantized by its config."""
     return getattr(getattr(model, "config", None), "quantization_config", None) is not None
 
 
 def is_quantized_folder(folder: Path) -> bool:
-    """`is_quantized` for the model in a ``folder``. One that cannot be read is none."""
+    """`is_quantized` for the model in a ``folder``; False for a folder that cannot be read."""
     try:
         told = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False  # which building the model refuses, in better words
+        return False  # building the model raises a better error
     return isinstance(told, dict) and told.get("quantization_config") is not None
 
 
@@ -93,12 +93,12 @@ def is_of_transformers(kind: object) -> bool:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Let modules built inside the block have parameters without values; buffers have theirs.
+    """Inside the block new modules have parameters without values, and buffers with values.
 
     Under ``torch.device("meta")`` buffers that are in no file (position embeddings, masks) would have no
     values either.
     """
-    made = WeakTensorKeyDictionary()  # several modules may be given one parameter
+    made = WeakTensorKeyDictionary()  # several modules may share one parameter
 
     def without_values(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
         if param is None or param.is_meta:
@@ -121,8 +121,8 @@ def parameters_on_meta() -> Iterator[None]:
 def _of_function(function: ModelClass, config: Any) -> nn.Module:
     if isinstance(function, nn.Module) or not callable(function):
         raise ValueError(
-            f"model_class={type(function).__name__}(...): give a class of transformers, or a function that "
-            "makes a model"
+            f"model_class={type(function).__name__}(...): use a class of transformers, or a function that "
+            "returns a model"
         )
     if config is not None:
         raise ValueError("config= is for classes of transformers: let model_class be a function that uses it")
@@ -141,9 +141,9 @@ def _of_transformers(
     config = _config(transformers, folder, model_class, config)
     kind: Any = model_class or _named_in(transformers, config, folder)
     if _is_auto(kind) and type(config) not in kind._model_mapping:
-        raise ValueError(f"{kind.__name__} has no class for a {type(config).__name__}: give another")
+        raise ValueError(f"{kind.__name__} has no class for a {type(config).__name__}: use another")
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    if dtype is not None:  # early releases leave the configs of inner models as they are
+    if dtype is not None:  # early releases do not change the configs of inner models
         for inner in (getattr(config, name, None) for name in config.sub_configs):
             if inner is not None:
                 inner.dtype = dtype
@@ -159,15 +159,15 @@ def _of_transformers(
 
 
 def _dtype_of_config(model: nn.Module) -> torch.dtype:
-    """The dtype that a class of transformers was built in when none was asked for."""
+    """The dtype of a model that transformers built with no dtype in the call."""
     dtype = getattr(model.config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else torch.get_default_dtype()
 
 
 def _keep_dtypes(model: nn.Module, *, in_class: bool, dtype: torch.dtype | None) -> None:
-    """Keep, of a model of transformers that is loaded in ``dtype``, the tensors in another dtype that this
-    library keeps in another: fp32 for those that its class names (routers, for one), and, where the model was
-    built in ``dtype`` (``in_class``), what the class has made in a dtype of its own."""
+    """Keep the dtypes of tensors that transformers does not load in ``dtype``: fp32 for those that the
+    model's class names (routers, for one), and, if the model was built in ``dtype`` (``in_class``), the dtype
+    of any tensor that the class created in another one."""
     if not of_library(model) or dtype is None:
         return
     named = kept_in_fp32(model, dtype)
@@ -189,27 +189,27 @@ def kept_in_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str],
 
 
 def _config(transformers: Any, folder: Path, model_class: Any, config: Any) -> Any:
-    """The config of the model, which may be written into: a copy of ``config``, or that of ``folder``."""
+    """A config of the model that may be changed: a copy of ``config``, or that of ``folder``."""
     if isinstance(config, transformers.PreTrainedConfig):
         return copy.deepcopy(config)
     if config is not None:
         raise ValueError(f"config={config!r}: it must be a config of the transformers library")
     if (folder / "adapter_config.json").is_file() and not (folder / CONFIG).is_file():
-        raise ValueError(f"{folder} holds adapters alone: merge them into their base model, and give that")
+        raise ValueError(f"{folder} holds only adapters: merge them into their base model, and use that")
     if not (folder / CONFIG).is_file():
         raise ValueError(
-            f"{folder} has no {CONFIG}: give model_class= a function that makes the model, or config="
+            f"{folder} has no {CONFIG}: set model_class= to a function that returns the model, or config="
         )
     kind = getattr(model_class, "config_class", None) or transformers.AutoConfig
     try:
-        # or else the library would ask whether to run code that is in the folder
+        # otherwise the library would ask whether to run code in the folder
         return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever the library makes of a damaged or unknown config
+    except Exception as error:  # any error of the library for a damaged or unknown config
         raise ValueError(f"{folder / CONFIG}: {in_a_line(error)}") from error
 
 
 def _read_generation_config(transformers: Any, folder: Path, model: Any) -> None:
-    """Take over how the model generates; older folders have that among the rest of their config."""
+    """Load the options of generation; older folders have them in their config."""
     options: dict[str, Any] = {"config_file_name": GENERATION_CONFIG}
     if not (folder / GENERATION_CONFIG).is_file():
         options = {"config_file_name": CONFIG, "_from_model_config": True}
@@ -235,12 +235,12 @@ def _named_in(transformers: Any, config: Any, folder: Path) -> Any:
             return kind
     raise ValueError(
         f"{folder / CONFIG} names no class of transformers {transformers.__version__} (architectures: "
-        f"{', '.join(names) or 'none'}): give model_class=, such as transformers.AutoModelForCausalLM"
+        f"{', '.join(names) or 'none'}): set model_class=, such as transformers.AutoModelForCausalLM"
     )
 
 
 def transformers_library() -> Any:
-    """The transformers library. Raises ValueError, naming the remedy, where there is none or one too old."""
+    """The transformers library. Raises ValueError, naming the remedy, if it is missing or too old."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:

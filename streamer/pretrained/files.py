@@ -1,4 +1,4 @@
-"""Weights as others write them: a safetensors file, or several with an index as Hugging Face gives them."""
+"""Weights of other tools: a safetensors file, or several with an index, as from Hugging Face."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Stored:
     shape: tuple[int, ...]
 
     def read(self) -> torch.Tensor:
-        """A view of the file, on the CPU. Raises CheckpointError where the file has changed."""
+        """A view of the file, on the CPU. Raises CheckpointError if the file has changed."""
         (tensor,) = read_all([self])
         return tensor
 
 
 def read_all(stored: Sequence[Stored]) -> Iterator[torch.Tensor]:
-    """A view of the file of each tensor in turn, on the CPU. Raises CheckpointError where a file has changed.
+    """A view of the file of each tensor in turn, on the CPU. Raises CheckpointError if a file has changed.
 
-    A file is opened once for all of its tensors that follow each other in ``stored``: at each opening its
-    header is read, which takes 40 ms where 30,000 tensors are in it.
+    A file is opened once for all of its tensors that follow each other in ``stored``: each opening reads its
+    header, which takes 40 ms for 30,000 tensors.
     """
     for file, of_file in groupby(stored, key=lambda it: it.file):
         with reading(file) as read:
@@ -52,7 +52,7 @@ def read_all(stored: Sequence[Stored]) -> Iterator[torch.Tensor]:
 
 
 def places(stored: Iterable[Stored]) -> dict[str, StoredTensor]:
-    """Where tensors lie in their files, by name. Raises CheckpointError where a file has changed."""
+    """The places of tensors in their files, by name. Raises CheckpointError if a file has changed."""
     headers: dict[Path, tuple[int, dict[str, Any]]] = {}
     found = {}
     for tensor in stored:
@@ -71,7 +71,7 @@ def places(stored: Iterable[Stored]) -> dict[str, StoredTensor]:
 
 
 def _header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Where the tensors of a safetensors file begin, and what its header says of them."""
+    """The start of the tensors in a safetensors file, and the entries of its header."""
     try:
         with file.open("rb") as opened:
             nbytes = int.from_bytes(opened.read(8), "little")
@@ -81,19 +81,19 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 def has_weights(path: Path) -> bool:
-    """Whether there are safetensors files in a folder, or the path is one."""
+    """Whether a folder has safetensors files, or the path is one."""
     return path.is_file() or any(path.glob("*.safetensors"))
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
     """The tensors in a folder or in one file by name; only headers are read.
 
-    Raises CheckpointError, naming the files and tensors, where there are none, where one is missing or cut
-    off, or of a dtype that PyTorch cannot compute with.
+    Raises CheckpointError, naming the files and tensors, if there are none, if one is missing or cut off, or
+    has a dtype that PyTorch cannot compute with.
     """
     if not path.is_dir():
         return _tensors_of(path)
-    # in the order in which Hugging Face's library looks for them
+    # in the order of Hugging Face's library
     if (path / SINGLE).exists():
         return _tensors_of(path / SINGLE)
     if (path / INDEX).exists():
@@ -138,7 +138,7 @@ def _tensors_of(file: Path) -> dict[str, Stored]:
         raise CheckpointError(f"{file}: not a whole safetensors file ({in_a_line(error)})") from error
     if strange := [f"{name} ({dtype})" for name, (dtype, _) in kinds.items() if dtype not in BY_NAME]:
         raise CheckpointError(
-            f"{file}: these tensors have a dtype that is not known here; write them as bfloat16 first: "
+            f"{file}: these tensors have an unsupported dtype; convert them to bfloat16 first: "
             f"{shortened(strange)}"
         )
     return {name: Stored(name, file, BY_NAME[dtype], shape) for name, (dtype, shape) in kinds.items()}

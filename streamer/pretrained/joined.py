@@ -1,8 +1,8 @@
-"""Tensors that are others put one after the other: which of the files, in which order.
+"""Tensors that are concatenations of others: the files' tensors, in order.
 
-The experts of a layer are one tensor in a model of transformers, and lie one by one in its files. The rules
-of that library stack and concatenate them. Where a tensor is made by nothing else, its elements are those of
-whole tensors of the files, and it can be read from there piece by piece.
+The experts of a layer are one tensor in a model of transformers, and separate tensors in its files. The rules
+of that library stack and concatenate them. If nothing else happens to them, the elements of the result are
+those of whole tensors of the files, and it can be read from there piece by piece.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from torch.overrides import TorchFunctionMode
 
 from streamer.pretrained.files import Stored
 
-#: In the order of elements in memory; empty for a tensor that is made in another way.
+#: In the order of elements in memory; empty for a tensor computed in any other way.
 Pieces = tuple[Stored, ...]
 
 
 class Joining(TorchFunctionMode):
-    """Inside the block, follows tensors through ``torch.stack`` and ``torch.cat``. No values are looked at,
-    so they may be on the meta device."""
+    """Inside the block, follows tensors through ``torch.stack`` and ``torch.cat``. It reads no values, so
+    tensors may be on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
-        # with the tensors, whose ids would be given to others
+        # holds the tensors too, so that their ids are not reused
         self._known: dict[int, tuple[torch.Tensor, Pieces]] = {}
 
     def empty(self, stored: Stored) -> torch.Tensor:
-        """A tensor without values that stands for the one that is ``stored``."""
+        """A tensor without values that stands for a ``stored`` one."""
         tensor = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
         self._known[id(tensor)] = tensor, (stored,)
         return tensor
 
     def pieces(self, tensor: torch.Tensor) -> Pieces:
-        """The stored tensors whose elements, one after the other, are those of ``tensor``. None of what was
-        made in another way, or was written since."""
+        """The stored tensors whose elements, one after the other, are those of ``tensor``. Empty for a tensor
+        computed in any other way, or written since."""
         _, pieces = self._known.get(id(tensor), (tensor, ()))
         return pieces if tensor._version == 0 else ()
 
@@ -61,7 +61,7 @@ class Joining(TorchFunctionMode):
 
 
 def _divided(pieces: Pieces, count: int) -> list[list[Stored]]:
-    """``pieces`` in ``count`` groups of as many elements; nothing where a piece would be in two of them."""
+    """``pieces`` in ``count`` groups of equal size; empty if a piece would be in two of them."""
     numel = sum(prod(piece.shape) for piece in pieces)
     if not numel:
         return []

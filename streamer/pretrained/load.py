@@ -1,4 +1,4 @@
-"""`from_pretrained`: a model from files, a layer at a time into host memory."""
+"""`from_pretrained`: a model from files, read one layer at a time into host memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from streamer.pretrained.match import Tensors
 from streamer.pretrained.quantize import quantize_weights, take_quantized
 from streamer.pretrained.quantized_files import StoredQuantized, StoredStack, usual_dtype, with_quantized
 
-#: The method of transformers' models that sets first values, and the mark of those that it leaves alone.
+#: The method of transformers' models that initialises modules, and its mark of modules to skip.
 OWN_INIT, HAS_VALUES = "_init_weights", "_is_hf_initialized"
 
 
@@ -45,61 +45,60 @@ def from_pretrained(
 ) -> nn.Module:
     """A wrapped model with the weights of a local Hugging Face folder, or of a safetensors file.
 
-    The weights go from the files, which are mapped and not read as a whole, into host memory, a layer at a
-    time: the model is never whole anywhere else. Nothing is downloaded, and no code in the folder is run.
+    The weights are read from mapped files straight into host memory, one layer at a time, so there is never a
+    second copy of the model. Nothing is downloaded, and no code in the folder is run.
 
     Args:
         path: a folder with ``config.json`` and ``model.safetensors`` or several files with their index, or a
             safetensors file.
         model_class: a class of the transformers library, one of its Auto classes, or a function without
-            arguments that makes a model whose ``state_dict`` has the files' names. None is the class that
+            arguments that returns a model whose ``state_dict`` has the files' names. None is the class that
             ``config.json`` names.
         layers: see `streamer.wrap`.
         config: the config of a transformers model in place of that in the folder, such as one with dropout.
-        init: gives first values to what is not in the files, such as a new head: a function as for
+        init: initialises parameters that are not in the files, such as a new head: a function as for
             `streamer.wrap`, or the name of a method of the model (``"_init_weights"`` of transformers'
-            models). It is called with the modules that something is missing in, children before their
-            parents; what is in the files stays as it is there. Without it, what is missing is an error.
-        ignore: a regular expression, or several; tensors of the files are left out if one is found in their
-            name.
+            models). It is called with each module that has a missing tensor, children before their parents;
+            tensors of the files keep their values. Without it, a missing tensor is an error.
+        ignore: a regular expression, or several; tensors of the files with a match in their name are left
+            out.
         adapt: called with the model before it has values, on the meta device: to freeze parameters, or to
-            add adapters, as ``lambda model: peft.get_peft_model(model, config)`` does. What it returns is
-            wrapped, the model itself for None. Parameters that it adds keep the values that it gives them;
-            those that it adds on the meta device, as peft does, get theirs from ``init``, or from the
-            ``reset_lora_parameters`` of their module.
-        dtype: what parameters are computed in, as for `streamer.wrap`: fp32 files give exact fp32 masters to
-            bf16 weights. None streams each parameter in the dtype that it has in the files. What transformers
-            keeps in fp32 beside fp16 or bf16 weights (routers of experts, for one) is streamed in fp32.
-            Buffers of a transformers model are in the dtype that its class gives them for ``dtype``.
+            add adapters, as ``lambda model: peft.get_peft_model(model, config)`` does. Its result is wrapped,
+            or the model itself if it is None. New parameters keep their values; those on the meta device, as
+            from peft, are initialised by ``init``, or by ``reset_lora_parameters`` of their module.
+        dtype: the dtype that parameters are computed in, as for `streamer.wrap`: from fp32 files, bf16
+            weights get exact fp32 masters. None streams each parameter in its dtype in the files. Weights
+            that transformers keeps in fp32 in a model of fp16 or bf16 weights (routers of experts, for one)
+            are streamed in fp32. Buffers of a transformers model are in its class's dtype for ``dtype``.
         quantize: "int8" (by torchao) or "nf4" (by bitsandbytes) quantizes the weights of the linear modules
-            in the layers, and of experts that are one tensor, while they are read, a tensor at a time, so
-            that the model is never whole in ``dtype``. The experts of a layer are dequantized as a whole
-            where they run. The model is frozen then: ``adapt`` adds what is trained, or unfreezes what is
-            not quantized. A folder whose weights are quantized already, in 4 bits by bitsandbytes, in fp8
-            with a scale for each block, or by torchao, is read as it is, and frozen too. So are experts that
-            lie there one by one, in 4 bits or fp8, where blocks divide each of them; a warning tells which
-            weights are dequantized instead, and why.
-        skip: a regular expression, or several; linear modules and experts are not quantized if one is found
-            in their name.
-        disk: True reads frozen parameters of layers, such as the base of adapters, from the files where they
-            are, for as many layers as ``host_memory`` (or what is free) has no room for: nothing is copied
-            and nothing written, and memory has a ring of a few layers. The files must stay. Experts that lie
-            there one by one, and are one tensor here, are read one after the other. A layer of which half or
-            more is trained, or which the files have in another layout, is not read in this way. A folder,
-            or several, is what `streamer.wrap` takes for what cannot be read from these files, too.
-        options: the other ones of `streamer.wrap`.
+            in the layers, and experts that are one tensor, one tensor at a time during reading, so that the
+            model is never whole in ``dtype``. The experts of a layer are dequantized together when they run.
+            The model is frozen then: ``adapt`` adds parameters to train, or unfreezes some that are not
+            quantized. A folder with quantized weights, in 4 bits by bitsandbytes, in fp8 with a scale for
+            each block, or by torchao, is read unchanged, and frozen too. So are separate experts in its
+            files, in 4 bits or fp8, if each is a whole number of blocks; a warning names the weights that are
+            dequantized instead, and the reason.
+        skip: a regular expression, or several; linear modules and experts with a match in their name are not
+            quantized.
+        disk: True reads frozen parameters of layers, such as the base of adapters, from the original files,
+            for as many layers as do not fit in ``host_memory`` (or in free memory): nothing is copied or
+            written, and memory has a ring of a few layers. The files must stay. Separate experts in the files
+            that are one tensor here are read one after the other. A layer cannot be read in this way if half
+            or more of it is trained, or if the files have it in another layout. A folder, or several, is used
+            as by `streamer.wrap`, in addition, for state that cannot be read from these files.
+        options: the other options of `streamer.wrap`.
 
-    A transformers model is in evaluation mode, as that library's ``from_pretrained`` leaves it: call
-    ``model.train()`` for dropout. What its constructor has frozen stays frozen.
+    A transformers model is in evaluation mode, as after that library's ``from_pretrained``: call
+    ``model.train()`` for dropout. Parameters frozen by its constructor stay frozen.
 
     Raises:
         CheckpointError: a ValueError that lists the tensors that are missing, unexpected, of another shape or
-            in a file that is cut off, before anything is allocated.
-        ValueError, MemoryError: what `streamer.wrap` raises, and for a path or class that cannot be used.
+            in a file that is cut off, before any allocation.
+        ValueError, MemoryError: as `streamer.wrap`, and for a path or class that cannot be used.
     """
     path, dtype = Path(path), dtype_of("dtype", dtype)
     if not path.exists():
-        raise ValueError(f"{path}: there is no such file or folder; nothing is downloaded: give a local one")
+        raise ValueError(f"{path}: there is no such file or folder; nothing is downloaded: use a local one")
     stored = stored_tensors(path)
     usual = usual_dtype(stored)
     model = build(path, model_class, config, dtype if dtype in DTYPES else usual)
@@ -115,12 +114,12 @@ def from_pretrained(
     if faults := tensors.faults(may_be_missing=initialise is not None):
         raise CheckpointError(f"{path} is not of a {type(model).__name__}; {'; '.join(faults)}")
     # after adapt= the layers may have other paths
-    found = find_layers(model, layers) if adapt is None else []  # says early what is wrong with the paths
+    found = find_layers(model, layers) if adapt is None else []  # reports wrong paths early
     tensors.take_dtypes(dtype if dtype in DTYPES else None)
     if quantize is not None:
         quantize_weights(model, found or find_layers(model, None), quantize, skip, tensors, dtype)
     elif skip:
-        raise ValueError("skip= names what quantize= leaves as it is: give quantize=, or leave skip= out")
+        raise ValueError("skip= names modules not to quantize: set quantize=, or leave skip= out")
     if in_files:
         take_quantized(model, stored, tensors, dtype)
     tensors.fill_buffers(model)
@@ -132,7 +131,7 @@ def from_pretrained(
 
 
 def _adapted(model: nn.Module, adapt: Callable[[nn.Module], nn.Module | None], tensors: Tensors) -> nn.Module:
-    """What ``adapt`` makes of ``model``. Raises ValueError for what is no model."""
+    """The result of ``adapt`` for ``model``. Raises ValueError if it is not a model."""
     before = {*model.parameters()}
     adapted = model if (given := adapt(model)) is None else given
     if not isinstance(adapted, nn.Module):
@@ -144,8 +143,8 @@ def _adapted(model: nn.Module, adapt: Callable[[nn.Module], nn.Module | None], t
 
 
 def _with_files(disk: bool | Folders | Disks, model: nn.Module, tensors: Tensors) -> Disks:
-    """``disk`` with what can be read from the files. Raises ValueError where that is nothing, and nothing
-    else may be used."""
+    """``disk`` with the parameters that can be read from the files. Raises ValueError if there are none, and
+    no other folder may be used."""
     frozen: dict[str, Sequence[Stored]] = {}
     for name, param in model.named_parameters():
         source = tensors.source(param)
@@ -153,7 +152,7 @@ def _with_files(disk: bool | Folders | Disks, model: nn.Module, tensors: Tensors
             continue
         is_in_parts = any(isinstance(it, StoredQuantized) for it in source.pieces)
         if is_in_parts != tensors.is_quantized(param):
-            continue  # quantized, or dequantized, while it is read
+            continue  # quantized or dequantized during reading
         if isinstance(source.stored, StoredQuantized):
             frozen |= {f"{name}.{part}": [it] for part, it in source.stored.parts.items()}
         elif is_in_parts and isinstance(stack := StoredStack.of(source), StoredStack):
@@ -162,8 +161,8 @@ def _with_files(disk: bool | Folders | Disks, model: nn.Module, tensors: Tensors
             frozen[name] = source.pieces
     if disk is True and not frozen:
         raise ValueError(
-            "disk=True reads frozen parameters as they are in the files, and there is none: freeze some in "
-            "adapt=, leave quantize= out, or give disk= a folder, where weights and the optimizer's state "
+            "disk=True reads frozen parameters as they are in the files, but there are none: freeze some in "
+            "adapt=, leave quantize= out, or set disk= to a folder, where weights and the optimizer's state "
             "can be written"
         )
     found = places(chain.from_iterable(frozen.values()))
@@ -174,26 +173,26 @@ def _with_files(disk: bool | Folders | Disks, model: nn.Module, tensors: Tensors
 
 
 def _resolved(model: nn.Module, init: Init | str | None) -> Init | None:
-    """The function that ``init`` stands for. Raises ValueError where there is none."""
+    """The function for ``init``. Raises ValueError if there is none."""
     if init == OWN_INIT and hasattr(model, OWN_INIT):
         return _own_init(model)
     resolved = getattr(model, init, None) if isinstance(init, str) else init
     if init is not None and not callable(resolved):
         raise ValueError(
-            f"init={init!r}: give a function of a module, or the name of a method of {type(model).__name__}"
+            f"init={init!r}: use a function of a module, or the name of a method of {type(model).__name__}"
         )
     return resolved
 
 
 def _own_init(model: nn.Module) -> Init:
-    """What a model made of several models does: each initialises the modules that are in no inner one."""
+    """The `Init` of a model that contains models: each initialises its modules outside of inner ones."""
     models = [module for module in model.modules() if hasattr(module, OWN_INIT)]
-    owners = {module: owner for owner in models for module in owner.modules()}  # inner ones come later
+    owners = {module: owner for owner in models for module in owner.modules()}  # inner models come later
     return lambda module: getattr(owners[module], OWN_INIT)(module)
 
 
 def _reset_adapters(module: nn.Module) -> None:
-    """Give the LoRA adapters that are in ``module`` itself their first values, as peft does."""
+    """Initialise the LoRA adapters in ``module`` itself, as peft does."""
     reset = getattr(module, "reset_lora_parameters", None)
     if callable(reset):
         for name in module.lora_A.keys() | module.lora_embedding_A.keys():  # type: ignore[union-attr,operator]
@@ -201,10 +200,10 @@ def _reset_adapters(module: nn.Module) -> None:
 
 
 class _Reader(UnitInit):
-    """Gives the parameters of one unit after another their values.
+    """Sets the values of the parameters of one unit after another.
 
-    When all modules of a unit have come, all that is in the files is read, so that whatever was made up for
-    it on the way is gone.
+    The tensors in the files are read after the unit's last module, so that they overwrite any values of
+    ``init``.
     """
 
     def __init__(self, model: nn.Module, tensors: Tensors, init: Init | None) -> None:

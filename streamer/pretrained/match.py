@@ -1,5 +1,4 @@
-"""Which tensors of the files belong to which parameters and buffers of a model, and where each one's values
-come from.
+"""The tensors of the files that belong to each parameter and buffer of a model, and functions that read them.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from streamer.quantized.parts import parts_of
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor of the model comes from: the names of the files, and what reads it, on the CPU; its
-    ``pieces``, the tensors there whose elements are its own, one after the other; and all tensors that it is
-    ``made_of``, in any order. There are no pieces if it is made in another way."""
+    """The source of a tensor of the model: the names of the files, and the function that reads it, on the
+    CPU; its ``pieces``, the stored tensors whose elements are its own, one after the other; and all stored
+    tensors that it is ``made_of``, in any order. Without ``pieces`` it is converted in another way."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -41,19 +40,19 @@ class Source:
 
     @property
     def stored(self) -> Stored | None:
-        """The one tensor in the files that this is as it is, if there is one."""
+        """The one stored tensor that is equal to this one, if there is one."""
         is_one = len(self.pieces) == 1 and self.pieces[0].shape == self.shape
         return self.pieces[0] if is_one else None
 
 
 class Tensors:
-    """The tensors of a model, and what of ``stored`` belongs to each, by the model's own names and, for a
-    model of the transformers library, by that library's rules.
+    """The tensors of a model, and the ``stored`` tensors for each, by the model's own names and, for a model
+    of the transformers library, by that library's rules.
 
-    ``missing`` are the tensors that are in no file. Those of ``computed`` are in none either, and their class
-    knows their values. Names in the files that one of the patterns ``ignored`` is found in are left out.
+    ``missing`` are the tensors that are in no file. Those of ``computed`` are in none either, but their class
+    computes their values. Stored tensors with a match of one of the patterns ``ignored`` are left out.
 
-    Raises ValueError for what is no pattern, CheckpointError for stored tensors that cannot be made into one.
+    Raises ValueError for a wrong pattern, CheckpointError for stored tensors that cannot be converted.
     """
 
     def __init__(self, model: nn.Module, stored: Mapping[str, Stored], ignored: str | Sequence[str]) -> None:
@@ -74,14 +73,14 @@ class Tensors:
         self.missing = {tensor: name for name, tensor in absent.items() if name in allowed.missing_keys}
         self.computed = {tensor for name, tensor in absent.items() if name not in allowed.missing_keys}
         self._unexpected = [name for name, target in unexpected.items() if target in allowed.unexpected_keys]
-        #: parameters without values that were added since
+        #: parameters without values that were added later
         self.added: set[torch.Tensor] = set()
-        #: by quantized parameter, what reads another one like it to a device
+        #: by quantized parameter, the function that reads such a one to a device
         self._quantized: dict[torch.Tensor, Callable[[torch.device], nn.Parameter]] = {}
 
     def add(self, name: str, param: nn.Parameter) -> None:
-        """Know of a parameter that was added to the model under ``name``. Its values, unless it is on the
-        meta device, are those to take, and it goes there."""
+        """Register a parameter that was added to the model under ``name``. Its values, unless it is on the
+        meta device, are kept, and it moves to the meta device."""
         self._names[param] = [name]
         if param.is_meta:
             self.added.add(param)
@@ -93,14 +92,14 @@ class Tensors:
     def quantize(
         self, param: nn.Parameter, quantized: nn.Parameter, read: Callable[[torch.device], nn.Parameter]
     ) -> None:
-        """Know that ``quantized`` is in the model in place of ``param``; ``read`` makes another one with
+        """Register that ``quantized`` replaces ``param`` in the model; ``read`` returns such a one with
         values, on a device. [Note: parts]"""
         self._names[quantized] = self._names.pop(param)
         self._sources[quantized] = self._sources.pop(param)
         self._quantized[quantized] = read
 
     def read_into(self, param: nn.Parameter) -> bool:
-        """Give ``param`` its values; whether there are some in the files."""
+        """Set the values of ``param``; returns whether the files have them."""
         if (source := self.source(param)) is None:
             return False
         if (read := self._quantized.get(param)) is None:
@@ -112,7 +111,7 @@ class Tensors:
         return True
 
     def is_quantized(self, param: nn.Parameter) -> bool:
-        """Whether ``param`` is quantized here."""
+        """Whether ``param`` was quantized here."""
         return param in self._quantized
 
     def name(self, tensor: torch.Tensor) -> str:
@@ -122,13 +121,13 @@ class Tensors:
         return self._sources.get(tensor)
 
     def faults(self, *, may_be_missing: bool) -> list[str]:
-        """What speaks against reading the files into this model, each with the names of the tensors."""
+        """The faults that prevent reading the files into this model, each with the names of the tensors."""
         listed = {
-            "missing (give init= to make new ones)": [] if may_be_missing else [*self.missing.values()],
-            "unexpected (give ignore= patterns for those to leave out)": self._unexpected,
+            "missing (set init= to initialise them)": [] if may_be_missing else [*self.missing.values()],
+            "unexpected (set ignore= to patterns to leave them out)": self._unexpected,
             "of another shape": self._misshapen(),
-            "of a dtype that is not streamed (write them as bfloat16 first)": self._unreadable(),
-            "tied here, and different in the files (give a config that does not tie them)": self._differing(),
+            "of an unsupported dtype (convert them to bfloat16 first)": self._unreadable(),
+            "tied here, and different in the files (use a config that does not tie them)": self._differing(),
         }
         return [f"{what}: {shortened(names)}" for what, names in listed.items() if names]
 
@@ -147,7 +146,7 @@ class Tensors:
         ]
 
     def _differing(self) -> list[str]:
-        """Names that stand for one tensor here and for different ones in the files."""
+        """Names of one tensor here that are different tensors in the files."""
         return [
             name
             for tensor, name, source in self._in_files()
@@ -162,12 +161,12 @@ class Tensors:
             yield from ((tensor, name, sources[name]) for name in aliases if name in sources)
 
     def take_dtypes(self, streamed: torch.dtype | None) -> None:
-        """Let parameters and floating-point buffers have the dtypes of the files, parameters that are in none
-        the commonest.
+        """Set parameters and floating-point buffers to the dtypes of the files; parameters that are in no
+        file get the commonest.
 
-        Where the parameters are to be ``streamed`` in another dtype, those that are shorter get that, which
-        loses nothing; buffers keep the dtype that the model was built with. Tensors that the transformers
-        library keeps in a dtype of their own have at least that (routers, and their biases).
+        If the parameters are to be ``streamed`` in another dtype, shorter ones get that, which loses nothing;
+        buffers keep the dtype of the model's construction. Tensors that the transformers library keeps in
+        another dtype have at least that (routers, and their biases).
         """
         params = list(self._model.parameters())
         usual = commonest([(source.dtype, p.numel()) for p in params if (source := self.source(p))])
@@ -192,15 +191,15 @@ class Tensors:
 
 
 def compiled(patterns: Sequence[str], argument: str) -> list[re.Pattern[str]]:
-    """Raises ValueError, naming the ``argument``, for what is no regular expression."""
+    """Raises ValueError, naming the ``argument``, for an invalid regular expression."""
     try:
         return [re.compile(pattern) for pattern in patterns]
     except (re.error, TypeError) as error:
-        raise ValueError(f"{argument}={patterns!r}: give regular expressions ({error})") from error
+        raise ValueError(f"{argument}={patterns!r}: use regular expressions ({error})") from error
 
 
 def _names(model: nn.Module) -> dict[torch.Tensor, list[str]]:
-    """The parameters and persistent buffers, by all names that they have, those of ``state_dict`` first."""
+    """The parameters and persistent buffers, with all their names, those of ``state_dict`` first."""
     known = {*model.parameters(), *model.buffers()}
     named = [
         (name, tensor)
@@ -213,7 +212,7 @@ def _names(model: nn.Module) -> dict[torch.Tensor, list[str]]:
     return names
 
 
-#: Sources by the model's names; the names of what is left in the files, each with that looked for here.
+#: Sources by the model's names; the names of unused tensors in the files, each with its name here.
 _Found = tuple[dict[str, Source], dict[str, str]]
 
 
@@ -260,14 +259,14 @@ def _by_rules(model: Any, stored: Mapping[str, Stored], here: dict[str, torch.Te
 
 
 def _direct(stored: Stored) -> Source:
-    """A tensor as it is in its file."""
+    """A tensor that is equal to one in its file."""
     return Source(stored.dtype, stored.shape, stored.file.name, stored.read, (stored,), (stored,))
 
 
 @dataclass
 class _Conversion:
-    """Tensors that the transformers library makes of others: ``parts`` are those of the files by the pattern
-    that they match (the experts of a layer, of which it makes one tensor)."""
+    """Tensors that the transformers library computes from others: ``parts`` are those of the files by the
+    pattern that they match (the experts of a layer, which become one tensor)."""
 
     model: nn.Module
     converter: Any
@@ -276,16 +275,16 @@ class _Conversion:
     _made: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def sources(self) -> dict[str, Source]:
-        """Those that come out, by name. Their shapes are found out without reading anything."""
+        """The sources of the results, by name. Their shapes are found without reading values."""
         files = ", ".join(sorted({stored.file.name for _, stored in self.parts}))
         joining = Joining()
         try:
             with joining:
                 made = self._convert(joining.empty)
-        except Exception as error:  # whatever the library raises for shapes that do not fit together
+        except Exception as error:  # any error of the library for shapes that do not fit together
             names = shortened([stored.name for _, stored in self.parts])
             raise CheckpointError(
-                f"'{self.target}' cannot be made of what is in {files} ({in_a_line(error)}): {names}"
+                f"'{self.target}' cannot be converted from {files} ({in_a_line(error)}): {names}"
             ) from error
         return {
             name: Source(
@@ -313,7 +312,7 @@ class _Conversion:
 
 
 def commonest(dtypes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype | None:
-    """The dtype of most elements, of those that can be streamed; None where there is none."""
+    """The dtype of most elements, of those that can be streamed; None if there is none."""
     count: Counter[torch.dtype] = Counter()
     for dtype, numel in dtypes:
         if dtype in DTYPES:

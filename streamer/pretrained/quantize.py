@@ -1,9 +1,9 @@
-"""Linear modules and stacks of experts with quantized weights: quantized while they are read, by torchao or
-bitsandbytes, or as they are in the files.
+"""Linear modules and stacks of experts with quantized weights: quantized during reading, by torchao or
+bitsandbytes, or already quantized in the files.
 
 The model is built without values, and gets quantized weights without values, so that `wrap` lays out their
-parts: [Note: parts]. A tensor is then read, quantized on the device, and its parts go to host memory, before
-the next one is read.
+parts: [Note: parts]. A tensor is then read and quantized on the device, and its parts go to host memory,
+before the next one is read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from streamer.pretrained.quantized_files import (
 )
 from streamer.pretrained.stacks import dequantize_in_forward, original, stacks_in
 
-#: Layers by their paths.
+#: Layers by path.
 Layers = Sequence[tuple[str, nn.Module]]
 #: A quantized weight on a device; on the meta device without values.
 Quantized = Callable[[torch.device], nn.Parameter]
@@ -44,13 +44,13 @@ META = torch.device("meta")
 class Scheme(abc.ABC):
     """A way to quantize the weight of a linear module."""
 
-    #: the library that does it
+    #: the library of the scheme
     library: str
-    #: how many values of a weight are too many for it, None where any are few enough
+    #: the fewest values in a weight that it cannot handle, None if there is no limit
     most_values: int | None = None
 
     def __init__(self) -> None:
-        """Raises ValueError, with the line that installs it, where the library is absent."""
+        """Raises ValueError, with the command that installs it, if the library is absent."""
         need(self.library)
 
     @abc.abstractmethod
@@ -64,11 +64,11 @@ class Scheme(abc.ABC):
 
     @abc.abstractmethod
     def put(self, module: nn.Module, key: str, weight: nn.Parameter) -> None:
-        """Let ``module`` have such a ``weight`` of a stack as ``key``, and see its values."""
+        """Register ``weight``, a quantized stack, as ``key`` of ``module``, which then uses its values."""
 
     @abc.abstractmethod
     def config(self, left: Sequence[str], dtype: torch.dtype) -> Any:
-        """What transformers writes into a model's config; modules of these names are ``left`` as they are."""
+        """The quantization config of transformers for a model; modules of these names are ``left`` out."""
 
 
 class _Int8(Scheme):
@@ -97,8 +97,8 @@ class _Int8(Scheme):
 
 
 class _NF4(Scheme):
-    """Four-bit normal floats in blocks of 64, whose scales are quantized too (Dettmers et al., "QLoRA",
-    2023, arXiv:2305.14314): the Params4bit of bitsandbytes."""
+    """Four-bit normal floats in blocks of 64, with quantized scales (Dettmers et al., "QLoRA", 2023,
+    arXiv:2305.14314): the Params4bit of bitsandbytes."""
 
     library, most_values = "bitsandbytes", MOST_VALUES
     BLOCK, BLOCK_OF_SCALES = 64, 256
@@ -114,7 +114,7 @@ class _NF4(Scheme):
         return weight_in_4_bits(codes, state)
 
     def _without_values(self, values: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
-        # bitsandbytes itself looks at the scales, to take their mean
+        # bitsandbytes itself reads the scales, to compute their mean
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=META)
 
@@ -141,7 +141,7 @@ class _NF4(Scheme):
         return linear_in_4_bits(outputs, inputs, dtype, "nf4")
 
     def put(self, module: nn.Module, key: str, weight: nn.Parameter) -> None:
-        # bitsandbytes quantizes what is there, which has no values yet
+        # bitsandbytes quantizes the module's values, but there are none yet
         setattr(module, key, nn.Parameter(torch.zeros(self.BLOCK), requires_grad=False))
         import_module("bitsandbytes.nn.parametrize").replace_parameter_4bit(module, key, quant_type="nf4")
         of_key: Any = original(module, key)
@@ -158,7 +158,7 @@ class _NF4(Scheme):
         )
 
 
-#: By the word that ``quantize=`` takes.
+#: By the value of ``quantize=``.
 SCHEMES: dict[str, type[Scheme]] = {"int8": _Int8, "nf4": _NF4}
 
 
@@ -170,16 +170,16 @@ def quantize_weights(
     tensors: Tensors | None,
     dtype: torch.dtype | None,
 ) -> None:
-    """Freeze ``model``, which has no values, and give the linear modules in its ``layers``, and the modules
-    with stacks of matrices, weights that are quantized by the scheme of that ``word``.
+    """Freeze ``model``, which has no values, and set the weights of the linear modules in its ``layers``, and
+    the stacks of matrices, to weights quantized by the scheme ``word``.
 
-    Modules and stacks that a pattern of ``skip`` is found in the name of are left as they are, and so are
-    weights that other modules have too, and those that transformers keeps in fp32, as it does itself. Values
-    are quantized in ``dtype``, or in the dtype of each parameter. ``tensors`` know afterwards how such a
-    weight is read; without them there is nothing to be read.
+    Modules and stacks with a match of a pattern of ``skip`` in their name are not quantized. Nor are weights
+    that other modules share, and those that transformers keeps in fp32, which it does not quantize either.
+    Values are quantized in ``dtype``, or in the dtype of each parameter. ``tensors`` then knows how to read
+    such a weight; without ``tensors`` nothing is read.
 
-    Raises ValueError for an unknown ``word``, for an absent library, for what is no pattern, for one that is
-    found in no name, and where nothing is left to be quantized.
+    Raises ValueError for an unknown ``word``, for an absent library, for an invalid pattern or one without a
+    match, and if no weight is left to quantize.
     """
     if word not in SCHEMES:
         raise ValueError(f"quantize={word!r}: it is one of {', '.join(map(repr, SCHEMES))}, or None")
@@ -190,7 +190,7 @@ def quantize_weights(
     weights = {name: (module, "weight") for name, module in linear.items()} | stacks
     if unused := [rule.pattern for rule in patterns if not any(map(rule.search, weights))]:
         raise ValueError(
-            f"skip={unused[0]!r} is found in the name of no linear module and no experts in the layers: "
+            f"skip={unused[0]!r} matches the name of no linear module and no experts in the layers: "
             f"{shortened([*weights])}"
         )
     in_fp32 = kept_in_fp32(model, torch.float16)  # in which it keeps most
@@ -205,7 +205,7 @@ def quantize_weights(
     }
     if not chosen:
         raise ValueError(
-            "quantize= finds no linear module and no experts in the layers whose weight it could quantize: "
+            "quantize= finds no linear module and no experts in the layers that it could quantize: "
             f"{shortened([*weights]) if weights else 'there are none'}"
         )
     for name, param in chosen.items():
@@ -242,9 +242,9 @@ def quantize_weights(
 def take_quantized(
     model: Any, stored: Mapping[str, Stored], tensors: Tensors, dtype: torch.dtype | None
 ) -> None:
-    """Freeze ``model``, which has no values, and give its linear modules and stacks of experts the weights
-    that are quantized in the files. ``tensors`` know afterwards how they are read. Warnings tell which
-    weights are dequantized while they are read, and why."""
+    """Freeze ``model``, which has no values, and set the weights of its linear modules and stacks of experts
+    to those that are quantized in the files. ``tensors`` then knows how to read them. Warnings name the
+    weights that are dequantized during reading, and the reason."""
     model.requires_grad_(False)
     left = {
         name: "each is no linear module's own weight here"
@@ -276,7 +276,7 @@ def take_quantized(
     for why in dict.fromkeys(left.values()):
         names = {name for name, reason in left.items() if reason == why}
         warn(
-            f"{shortened(sorted(names))}: quantized in the files, and dequantized while they are read, "
+            f"{shortened(sorted(names))}: quantized in the files, and dequantized during reading, "
             f"since {why}"
         )
     _tell_transformers(model, model.config.quantization_config)
@@ -291,7 +291,7 @@ def _reading(stored: StoredQuantized | StoredStack, for_inputs: torch.dtype) -> 
 
 
 def _linear_modules(layers: Layers) -> dict[str, Any]:
-    """The linear modules in ``layers`` by their names, each once."""
+    """The linear modules in ``layers`` by name, each once."""
     names: dict[nn.Module, str] = {}
     for path, layer in layers:
         for name, module in layer.named_modules():
@@ -313,12 +313,13 @@ def _is_transposed(module: nn.Module | None) -> bool:
 def _quantizing(
     param: nn.Parameter, transposed: bool, scheme: Scheme, tensors: Tensors | None, dtype: torch.dtype | None
 ) -> Quantized:
-    """What makes the quantized weight of ``param``, a module's own or one that is ``transposed``."""
+    """A function that returns the quantized weight of ``param``, a module's own, which may be
+    ``transposed``."""
     shape, for_inputs = param.shape, dtype or param.dtype
     source = None if tensors is None else tensors.source(param)
 
     def quantized(device: torch.device) -> nn.Parameter:
-        assert source is not None or device == META, "it was looked for"
+        assert source is not None or device == META, "values have a source"
         values = torch.empty(shape, device=META) if source is None or device == META else source.read()
         values = values.to(device, for_inputs)
         return scheme.of(values.T.contiguous() if transposed else values)
@@ -333,7 +334,7 @@ def _put(
     quantized: Quantized,
     tensors: Tensors | None,
 ) -> None:
-    """Let ``module`` have a quantized stack without values in place of ``key``."""
+    """Set ``key`` of ``module`` to a quantized stack without values."""
     before: Any = module._parameters[key]
     weight = quantized(META)
     if tensors is not None:
@@ -344,7 +345,7 @@ def _put(
 def _replace(
     model: nn.Module, name: str, module: Any, linear: Any, quantized: Quantized, tensors: Tensors | None
 ) -> None:
-    """Let ``linear`` be in the model in place of ``module``, with a quantized weight without values."""
+    """Replace ``module`` in the model by ``linear``, with a quantized weight without values."""
     linear.weight = quantized(META)
     linear.bias = module.bias
     linear.train(module.training)
@@ -354,7 +355,7 @@ def _replace(
 
 
 def _tell_transformers(model: Any, config: Any) -> None:
-    """Let transformers, peft and trainers know how the weights are quantized, as they do of models that
+    """Set attributes by which transformers, peft and trainers know the quantization, as for models that
     transformers itself has quantized."""
     auto = import_module("transformers.quantizers.auto").AutoHfQuantizer
     model.hf_quantizer = auto.from_config(config, pre_quantized=False)
@@ -367,28 +368,29 @@ def _tell_transformers(model: Any, config: Any) -> None:
 
 
 def _refuse_files(model: Any, what: str) -> None:
-    """Let ``save_pretrained`` refuse the whole ``model``, before it writes anything. Without that
-    transformers fails later, or writes files that it cannot read."""
+    """Let ``save_pretrained`` refuse the whole ``model``, before it writes anything. Otherwise transformers
+    fails later, or writes files that it cannot read."""
     model.hf_quantizer.is_serializable = _NotSerializable(model, what)
 
 
 class _NotSerializable:
-    """What transformers asks the quantizer of ``model`` before it saves, where there are no files for
-    ``what`` is in the model. It refers weakly to the model, which is to be freed when nobody else has it."""
+    """The method that transformers calls on the quantizer of ``model`` before it saves, for a model with
+    weights (``what``) that have no file format. Its reference to the model is weak, so that the model can be
+    freed."""
 
     def __init__(self, model: Any, what: str) -> None:
         self._model = weakref.ref(model)
         self._what = what
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # in a copy of the model it is the copy's
+        # in a copy of the model it refers to the copy
         return type(self), (self._model(), self._what)
 
     def __call__(self) -> bool:
-        """False where adapters alone are saved. Raises ValueError otherwise."""
+        """False if only adapters are saved. Raises ValueError otherwise."""
         if getattr(self._model(), "_hf_peft_config_loaded", False):
             return False
         raise ValueError(
-            f"transformers has no files for {self._what}: save adapters alone (by peft), a checkpoint "
-            "(streamer.save), or of a run of streamer train a whole model (streamer export --merge)"
+            f"transformers has no files for {self._what}: save only adapters (by peft), a checkpoint "
+            "(streamer.save), or after streamer train a whole model (streamer export --merge)"
         )

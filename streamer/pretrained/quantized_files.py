@@ -1,5 +1,5 @@
 """Weights that are quantized in the files: in 4 bits by bitsandbytes, in 8-bit floats with a scale for each
-block (DeepSeek, Qwen), or by torchao. Each is read as it is, and streamed by its parts: [Note: parts].
+block (DeepSeek, Qwen), or by torchao. Each is read unchanged, and streamed by its parts: [Note: parts].
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from streamer.pretrained.match import Source, commonest
 from streamer.pretrained.stacks import dequantize_4_bits_in_forward, dequantize_in_forward
 from streamer.quantized.bitsandbytes_private import values_of_4_bits
 
-#: What bitsandbytes appends to the name of a weight: how it is quantized, in JSON.
+#: The suffix that bitsandbytes adds to a weight's name for its quantization options, in JSON.
 _STATE = ".quant_state.bitsandbytes__"
-#: And what block-wise 8-bit floats have beside their weight.
+#: Suffixes of the scales of block-wise 8-bit floats.
 _BLOCK_SCALES = "_scale_inv"
-#: The tensors that bitsandbytes has beside codes: scales and their code book, and those of quantized scales.
+#: The tensors of bitsandbytes other than codes: scales and their code book, and those of quantized scales.
 _SCALES, _NESTED = ("absmax", "quant_map"), ("nested_absmax", "nested_quant_map")
 _MAPS = ("quant_map", "nested_quant_map")
-#: What else it tells, the last two of quantized scales.
+#: Its other options, the last two for quantized scales.
 _TOLD = ("blocksize", "nested_dtype", "nested_offset")
-#: How names of tensors end that belong to a quantized weight.
+#: Suffixes of the names of tensors that belong to a quantized weight.
 _BESIDE = (*(f".{name}" for name in (*_SCALES, *_NESTED)), _BLOCK_SCALES)
 #: The kernels of bitsandbytes take the number of values as a 32-bit integer.
 MOST_VALUES = 1 << 31
@@ -44,13 +44,13 @@ class StoredQuantized(Stored):
 
     #: tensors of the files by the names of the parts, see `streamer.quantized.parts.Composite`
     parts: Mapping[str, Stored]
-    #: the weight made of these parts, which are on a device, for inputs of a dtype
+    #: builds the weight from these parts, which are on a device, for inputs of a dtype
     made: Callable[[Mapping[str, torch.Tensor], torch.dtype], nn.Parameter]
-    #: a linear module for it: of so many outputs and inputs, without a bias, for inputs of a dtype
+    #: builds a linear module for it, without a bias, from the numbers of outputs and inputs and their dtype
     linear: Callable[[int, int, torch.dtype], nn.Module]
-    #: rows and columns of a block of 8-bit floats that have a scale
+    #: rows and columns of a block of 8-bit floats that share a scale
     block: tuple[int, ...] = ()
-    #: what bitsandbytes says in the file about 4 bits: quant_type, blocksize, dtype, ...
+    #: the options of bitsandbytes in the file for 4 bits: quant_type, blocksize, dtype, ...
     state: Mapping[str, Any] = field(default_factory=dict)
 
     def quantized(self, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
@@ -64,10 +64,10 @@ class StoredQuantized(Stored):
 
 
 def with_quantized(path: Path, stored: Mapping[str, Stored], config: Any) -> dict[str, Stored]:
-    """``stored``, where the tensors that a quantized weight is made of are one `StoredQuantized` in place of
-    several. ``config`` is that of the model in the folder ``path``, which says how they are quantized.
+    """``stored``, with one `StoredQuantized` in place of the tensors of each quantized weight. ``config`` is
+    that of the model in the folder ``path``, and has the quantization options.
 
-    Raises ValueError for what is quantized in another way, or where the library is absent that reads it.
+    Raises ValueError for any other quantization, or if the library that reads it is absent.
     """
     of_weights = config.quantization_config
     told = of_weights if isinstance(of_weights, dict) else of_weights.to_dict()
@@ -97,7 +97,7 @@ def with_quantized(path: Path, stored: Mapping[str, Stored], config: Any) -> dic
         return found
     raise ValueError(
         f"{path}: its weights are quantized by {method or 'an unknown method'}, which cannot be streamed: 4 "
-        "bits of bitsandbytes, block-wise fp8 and files of torchao can; or give the weights as they were "
+        "bits of bitsandbytes, block-wise fp8 and files of torchao can; or use the weights as they were "
         "before, and quantize="
     )
 
@@ -105,7 +105,7 @@ def with_quantized(path: Path, stored: Mapping[str, Stored], config: Any) -> dic
 def _four_bits(
     found: dict[str, Stored], weight: str, state: Stored, packed: torch.Tensor, compute: torch.dtype
 ) -> StoredQuantized:
-    """Takes what belongs to ``weight`` out of ``found``; ``packed`` are the values of its ``state``."""
+    """Remove the tensors of ``weight`` from ``found``; ``packed`` are the values of its ``state``."""
     bnb = import_module("bitsandbytes")
     del found[state.name]
     key = state.name.removeprefix(f"{weight}.")
@@ -143,7 +143,7 @@ def _four_bits(
 
 
 def weight_in_4_bits(codes: torch.Tensor, state: Any) -> nn.Parameter:
-    """A weight of bitsandbytes: ``codes``, and the QuantState by which they are dequantized."""
+    """A weight of bitsandbytes: ``codes``, and the QuantState that dequantizes them."""
     made: nn.Parameter = import_module("bitsandbytes").nn.Params4bit(
         codes,
         requires_grad=False,
@@ -158,7 +158,7 @@ def weight_in_4_bits(codes: torch.Tensor, state: Any) -> nn.Parameter:
 
 
 def linear_in_4_bits(outputs: int, inputs: int, compute: torch.dtype, kind: str) -> nn.Module:
-    """A linear module of bitsandbytes, whose weight is still to be set; ``kind`` is "nf4" or "fp4"."""
+    """A linear module of bitsandbytes, with its weight still to be set; ``kind`` is "nf4" or "fp4"."""
     made: nn.Module = import_module("bitsandbytes").nn.Linear4bit(
         inputs, outputs, bias=False, compute_dtype=compute, quant_type=kind, device="meta"
     )
@@ -196,17 +196,17 @@ def _eight_bits(
 
 @dataclass(frozen=True)
 class StoredStack(abc.ABC):
-    """Quantized matrices that are one after the other a stack, as experts are that lie one by one in the
-    files. Codes and scales lie alike, since blocks divide each matrix."""
+    """Quantized matrices that form a stack, one after the other, such as separate experts in the files. Codes
+    and scales have the same order, since each matrix is a whole number of blocks."""
 
     matrices: tuple[StoredQuantized, ...]
     shape: tuple[int, ...]
 
     @staticmethod
     def of(source: Source) -> StoredStack | str:
-        """The stack, or in words why there is none."""
+        """The stack, or a text with the reason why there is none."""
         if not source.pieces:
-            return "the model puts them together turned or interleaved, and not one after the other"
+            return "the model transposes or interleaves them, and does not concatenate them"
         matrices = tuple(it for it in source.pieces if isinstance(it, StoredQuantized))
         if len(matrices) != len(source.pieces):
             return "others that are in one tensor with them here are not quantized"
@@ -225,12 +225,12 @@ class StoredStack(abc.ABC):
     @property
     @abc.abstractmethod
     def pieces(self) -> dict[str, Sequence[Stored]]:
-        """By name the parts that are as they are in the files: what of them is one after the other there."""
+        """The parts that are unchanged in the files, by name: the stored tensors, one after the other."""
 
     @property
     @abc.abstractmethod
     def parts(self) -> dict[str, Callable[[torch.device | str], torch.Tensor]]:
-        """By name what reads each part to a device; to the meta device without values."""
+        """Functions that read each part to a device, by name; to the meta device without values."""
 
     @abc.abstractmethod
     def quantized(self, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
@@ -238,11 +238,11 @@ class StoredStack(abc.ABC):
 
     @abc.abstractmethod
     def put(self, module: nn.Module, key: str, weight: nn.Parameter, dtype: torch.dtype) -> None:
-        """Let ``module`` have such a ``weight`` as ``key``, and see its values in ``dtype``."""
+        """Register ``weight`` as ``key`` of ``module``, which then uses its values in ``dtype``."""
 
 
 class _StackIn8Bits(StoredStack):
-    """Of block-wise 8-bit floats."""
+    """A stack of block-wise 8-bit floats."""
 
     @property
     def pieces(self) -> dict[str, Sequence[Stored]]:
@@ -266,18 +266,18 @@ class _StackIn8Bits(StoredStack):
 
 
 class _StackIn4Bits(StoredStack):
-    """Of 4 bits of bitsandbytes. [Note: experts in 4 bits]
+    """A stack in 4 bits of bitsandbytes. [Note: experts in 4 bits]
 
-    Scales that are quantized, and of a matrix are no whole number of blocks, are read as what bitsandbytes
-    makes of them: in fp32, 4 bytes for a block of values in place of 1.
+    Quantized scales, if those of a matrix are not a whole number of blocks, are dequantized by bitsandbytes
+    during reading: to fp32, 4 bytes for a block of values in place of 1.
     """
 
     @staticmethod
     def why_not(matrices: Sequence[StoredQuantized]) -> str:
-        """Empty if there is such a stack."""
+        """The reason why there is no such stack; empty if there is."""
         block, numels = matrices[0].state["blocksize"], [prod(it.shape) for it in matrices]
         if len(numels) > 1 and (odd := [numel for numel in numels if numel % block]):
-            return f"a matrix of {odd[0]} values is no whole number of blocks of {block}"
+            return f"a matrix of {odd[0]} values is not a whole number of blocks of {block}"
         if sum(numels) >= MOST_VALUES:
             return f"bitsandbytes dequantizes fewer than {MOST_VALUES} values at once"
         return ""
@@ -288,7 +288,7 @@ class _StackIn4Bits(StoredStack):
 
     @property
     def _has_quantized_scales(self) -> bool:
-        """Whether they stay so."""
+        """Whether the scales stay quantized."""
         if "nested_blocksize" not in self._state or len(self.matrices) == 1:
             return "nested_blocksize" in self._state
         numels = {prod(it.shape) for it in self.matrices}
@@ -375,13 +375,13 @@ class _StackIn4Bits(StoredStack):
 
 
 def _kind(it: StoredQuantized) -> tuple[object, ...]:
-    """What 4 bits are dequantized by, beside tensors and what each matrix has for itself."""
+    """The options that dequantize 4 bits, except tensors and those of each matrix."""
     of_all = ("quant_type", "blocksize", "nested_blocksize", "nested_dtype")
     return tuple(it.state.get(name) for name in of_all)
 
 
 def _shared(same: Sequence[Stored], device: torch.device | str) -> torch.Tensor:
-    """The first of tensors that all have the ``same`` values. Raises CheckpointError where they do not."""
+    """The first of tensors that all have the ``same`` values. Raises CheckpointError if they do not."""
     first = _read(same[0], device)
     if not first.is_meta:
         for it, values in zip(same, read_all(same), strict=True):
@@ -394,7 +394,7 @@ def _shared(same: Sequence[Stored], device: torch.device | str) -> torch.Tensor:
 
 
 def _joined(pieces: Sequence[Stored], shape: Sequence[int], device: torch.device | str) -> torch.Tensor:
-    """A tensor of that shape on ``device``, whose elements are those of ``pieces``, one after the other."""
+    """A tensor of ``shape`` on ``device``, whose elements are those of ``pieces``, one after the other."""
     whole = torch.empty(shape, dtype=pieces[0].dtype, device=device)
     if not whole.is_meta:
         places = whole.view(-1).split([prod(it.shape) for it in pieces])
@@ -410,7 +410,7 @@ def _read(stored: Stored, device: torch.device | str) -> torch.Tensor:
 
 
 def _take_tensors_of_torchao(found: dict[str, Stored], file: Path) -> None:
-    """Put the weights that torchao has quantized in ``file`` into ``found``, in place of their parts."""
+    """Add the weights that torchao has quantized in ``file`` to ``found``, in place of their parts."""
     support = import_module("torchao.prototype.safetensors.safetensors_support")
     with import_module("safetensors").safe_open(file, "pt") as opened:
         told: Mapping[str, str] = opened.metadata() or {}
@@ -447,12 +447,12 @@ def _linear(outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
 
 
 def usual_dtype(stored: Mapping[str, Stored]) -> torch.dtype | None:
-    """The dtype of most of the values that are not quantized; None where there are none."""
+    """The dtype of most of the values that are not quantized; None if there are none."""
     return commonest((it.dtype, prod(it.shape)) for name, it in stored.items() if not name.endswith(_BESIDE))
 
 
 def need(library: str) -> None:
-    """Raise ValueError, with the line that installs it, where ``library`` is absent."""
+    """Raise ValueError, with the command that installs it, if ``library`` is absent."""
     try:
         import_module(library)
     except ImportError as error:

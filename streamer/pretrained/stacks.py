@@ -1,17 +1,17 @@
-"""Stacks of matrices, such as the experts of a layer, that one quantized parameter holds: their module sees
-them dequantized.
+"""Stacks of matrices, such as the experts of a layer, in one quantized parameter: their module uses
+dequantized values.
 
 No library computes with a quantized stack in all the ways that models do (expert by expert, or all at once),
-so a parametrization (``torch.nn.utils.parametrize``) gives the module the values: that of bitsandbytes for
-its 4 bits (`bitsandbytes.nn.parametrize`), `Dequantized` for tensors of torchao. The values are made once in
-each call of the module, by the library that has quantized them.
+so a parametrization (``torch.nn.utils.parametrize``) computes the values for the module: that of bitsandbytes
+for its 4 bits (`bitsandbytes.nn.parametrize`), `Dequantized` for tensors of torchao. The weight's library
+dequantizes it once in each call of the module.
 
 [Note: experts in 4 bits]
-Experts that lie one by one in a file, each in 4 bits, are one stack: its codes are those of the experts, one
-after the other, and so are its scales. bitsandbytes reads a stack of N values as N / 64 blocks in a row, and
-so finds each expert's own blocks, if each expert is a whole number of them. Where scales are quantized too
-(double quantization), each expert has an offset of its own, which bitsandbytes adds to all scales of a
-weight. The scales of a stack therefore are a matrix, with a row for each expert, and its offsets a column.
+Separate experts in a file, each in 4 bits, form one stack: its codes are those of the experts, one after the
+other, and so are its scales. bitsandbytes reads a stack of N values as N / 64 blocks in a row, and so finds
+each expert's own blocks, if each expert is a whole number of them. If scales are quantized too (double
+quantization), each expert has an offset of its own, which bitsandbytes adds to all scales of a weight. The
+scales of a stack therefore are a matrix, with a row for each expert, and its offsets a column.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from streamer.quantized.parts import composite_of
 
 
 class Dequantized(nn.Module):
-    """The values of a tensor that can ``dequantize``."""
+    """The values of a tensor that has a ``dequantize`` method."""
 
     @torch.no_grad()
     def forward(self, weight: Any) -> torch.Tensor:
@@ -50,8 +50,8 @@ class Rounded(nn.Module):
 
 
 def stacks_in(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, tuple[nn.Module, str]]:
-    """The stacks in ``layers`` by their names, each once: the module and the attribute that it is. A
-    parameter of one of PyTorch's own modules (a kernel of a convolution) is none."""
+    """The stacks in ``layers`` by name, each once: the module and the stack's attribute. A parameter of one
+    of PyTorch's own modules (a kernel of a convolution) is not a stack."""
     found: dict[nn.Parameter, tuple[str, nn.Module, str]] = {}
     for path, layer in layers:
         for name, module in layer.named_modules():
@@ -66,8 +66,8 @@ def stacks_in(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, tuple[nn.Mod
 def dequantize_in_forward(
     module: nn.Module, key: str, weight: nn.Parameter, values: nn.Module | None = None
 ) -> None:
-    """Let ``module`` have the quantized ``weight`` as ``key``, and see what ``values`` makes of it, which is
-    `Dequantized` for None."""
+    """Register the quantized ``weight`` as ``key`` of ``module``, which then uses the results of ``values``,
+    by default of `Dequantized`."""
     parametrize.register_parametrization(module, key, values or Dequantized(), unsafe=True)
     original(module, key)._parameters["original"] = weight
     if _begin not in module._forward_pre_hooks.values():
@@ -78,10 +78,11 @@ def dequantize_in_forward(
 def dequantize_4_bits_in_forward(
     module: nn.Module, key: str, weight: nn.Parameter, *, dtype: torch.dtype
 ) -> None:
-    """Let ``module`` have the ``Params4bit`` ``weight`` as ``key``, and see its values in ``dtype``.
+    """Register the ``Params4bit`` ``weight`` as ``key`` of ``module``, which then uses its values in
+    ``dtype``.
 
-    The hooks of `bitsandbytes.nn.parametrize` write one offset for a weight into a ``state_dict``, and there
-    are several. [Note: experts in 4 bits]
+    The hooks of `bitsandbytes.nn.parametrize` write one offset for a weight into a ``state_dict``, but a
+    stack has several. [Note: experts in 4 bits]
     """
     state: Any = weight.quant_state  # type: ignore[attr-defined]
     values = import_module("bitsandbytes.nn.parametrize").Bnb4bitParametrization(state)
@@ -92,7 +93,7 @@ def dequantize_4_bits_in_forward(
 
 
 def _with_all_parts(module: nn.Module, held: dict[str, Any], prefix: str, _: object, *, key: str) -> None:
-    """Write what a weight is made of into a ``state_dict``, by the names that bitsandbytes gives it."""
+    """Write the parts of a weight into a ``state_dict``, by their names in bitsandbytes."""
     if (name := name_of_original(prefix + key)) not in held:
         return
     of_key = original(module, key)
@@ -103,12 +104,12 @@ def _with_all_parts(module: nn.Module, held: dict[str, Any], prefix: str, _: obj
         held[f"{prefix}{key}.{part}"] = tensor.detach()
 
 
-#: The attribute of a module that is running that ends the sharing of values within the call.
+#: The attribute of a running module that ends the sharing of values within the call.
 _SHARING = "_shared_values"
 
 
 def _begin(module: nn.Module, _: Any) -> None:
-    sharing = parametrize.cached()  # or each expert would have the whole stack dequantized
+    sharing = parametrize.cached()  # otherwise each expert would dequantize the whole stack
     sharing.__enter__()
     vars(module)[_SHARING] = sharing
 
@@ -119,7 +120,7 @@ def _end(module: nn.Module, *_: Any) -> None:
 
 
 def name_of_original(name: str) -> str:
-    """The name of the quantized parameter that stands for the stack of that ``name``."""
+    """The name of the quantized parameter for the stack of that ``name``."""
     owner, _, key = name.rpartition(".")
     return f"{owner}.parametrizations.{key}.original"
 

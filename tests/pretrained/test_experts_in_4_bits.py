@@ -307,8 +307,8 @@ OTHERWISE: dict[str, tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = {
     "turned": (Transpose(1, 2), lambda stack: stack.transpose(1, 2)),
 }
 WHY = {
-    "interleaved": r"the model puts them together turned or interleaved",
-    "turned": r"the model puts them together turned or interleaved",
+    "interleaved": r"the model transposes or interleaves them",
+    "turned": r"the model transposes or interleaves them",
     "some exact": r"others that are in one tensor with them here are not quantized",
     "two kinds": r"they are one tensor here, and are not quantized alike",
     "blocks": r"a matrix of 1056 values is no whole number of blocks of 64",
@@ -342,7 +342,7 @@ def test_those_that_are_no_stack_of_codes_are_dequantized(
         with_rules(monkeypatch, operation)
         for experts in experts_of(reference):
             experts.gate_up_proj.data = by_hand(experts.gate_up_proj.detach())
-    with pytest.warns(UserWarning, match="and dequantized while they are read, since") as warned:
+    with pytest.warns(UserWarning, match="and dequantized during reading, since") as warned:
         model = streamer.from_pretrained(four, device="cpu")
     streamer.unwrap(model)
     (told,) = (str(each.message) for each in warned if "dequantized" in str(each.message))

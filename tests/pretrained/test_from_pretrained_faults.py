@@ -106,14 +106,14 @@ def pickled(folder: Path) -> None:
 ONES = torch.ones(64, 32)
 FOLDERS: dict[str, tuple[Change, str]] = {
     "missing": (edit(lambda held: held.pop(UP)), rf"not of a LlamaForCausalLM; missing .*init=.*: {UP}"),
-    "unexpected": (put("model.extra", ONES), r"unexpected \(give ignore=.*: model\.extra"),
+    "unexpected": (put("model.extra", ONES), r"unexpected \(set ignore=.*: model\.extra"),
     "shape": (put(UP, torch.ones(2, 3)), rf"of another shape: {UP} \(\[2, 3\] in {FILE}, \[64, 32\] here\)"),
-    "float64": (put(UP, ONES.double()), rf"of a dtype that is not streamed \(.*: {UP} \(torch\.float64\)"),
+    "float64": (put(UP, ONES.double()), rf"of an unsupported dtype \(.*: {UP} \(torch\.float64\)"),
     "one thing twice": (put(UP.removeprefix("model."), ONES), rf"unexpected \(.*: {UP}"),
     "cut off": (lambda folder: os.truncate(folder / FILE, 5000), rf"{FILE}: not a whole safetensors file"),
     "8-bit floats": (
         put(UP, ONES.to(torch.float8_e4m3fn)),
-        rf"write them as bf.*: {UP} \(torch\.float8_e4m3fn\)",
+        rf"convert them to bf.*: {UP} \(torch\.float8_e4m3fn\)",
     ),
     "quantized by config": (
         card(quantization_config={"quant_method": "gptq"}),
@@ -129,15 +129,15 @@ FOLDERS: dict[str, tuple[Change, str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), r"no config\.json: give model_class="),
     "adapters": (
         lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
-        "holds adapters alone: merge them into their base model",
+        "holds only adapters: merge them into their base model",
     ),
     "damaged config": (write(b"{", "config.json"), r"config\.json: "),
     "damaged settings": (write(b"{", "generation_config.json"), r"generation_config\.json: "),
     "unknown config": (card(model_type="nothing"), r"config\.json: .*nothing"),
     "code": (card(model_type="nothing", auto_map={"AutoConfig": "a.B"}), r"config\.json: .*trust_remote"),
-    "no class": (card(architectures=None), r"\(architectures: none\): give model_class="),
-    "unknown class": (card(architectures=["Llama5"]), r"\(architectures: Llama5\): give model_class="),
-    "no model": (card(architectures=["LlamaConfig"]), r"\(architectures: LlamaConfig\): give model_class="),
+    "no class": (card(architectures=None), r"\(architectures: none\): set model_class="),
+    "unknown class": (card(architectures=["Llama5"]), r"\(architectures: Llama5\): set model_class="),
+    "no model": (card(architectures=["LlamaConfig"]), r"\(architectures: LlamaConfig\): set model_class="),
 }
 
 
@@ -160,14 +160,14 @@ def test_weights_that_are_tied_here_and_differ_in_the_files(
     edit(lambda held: held.update({"lm_head.weight": held["transformer.wte.weight"].clone()}))(tmp_path)
     unwrapped(tmp_path)
     edit(lambda held: held["lm_head.weight"].add_(1))(tmp_path)
-    match = r"tied here, and different in the files \(give a config .*\): lm_head\.weight"
+    match = r"tied here, and different in the files \(use a config .*\): lm_head\.weight"
     is_refused(tmp_path, match, monkeypatch, CheckpointError)
     config = transformers.GPT2Config.from_pretrained(tmp_path, tie_word_embeddings=False)
     model = unwrapped(tmp_path, config=config)
     assert torch.equal(model.lm_head.weight, model.transformer.wte.weight + 1)
 
 
-NO_STACK = rf"'model\.layers\.1\.mlp\.experts\.gate_up_proj' cannot be made of what is in {FILE} .*experts"
+NO_STACK = rf"'model\.layers\.1\.mlp\.experts\.gate_up_proj' cannot be converted from {FILE} .*experts"
 EXPERT, FUSED = (
     "model.layers.1.block_sparse_moe.experts.7.w1.weight",
     "model.layers.1.mlp.experts.gate_up_proj",
@@ -206,17 +206,17 @@ def on_meta() -> nn.Module:
 
 
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"model_class": "gpt2"}, r"model_class=str\(\.\.\.\): give a class of transformers, or a function"),
-    ({"model_class": ALL["llama"].build()}, r"model_class=LlamaForCausalLM\(\.\.\.\): give a class of trans"),
+    ({"model_class": "gpt2"}, r"model_class=str\(\.\.\.\): use a class of transformers, or a function"),
+    ({"model_class": ALL["llama"].build()}, r"model_class=LlamaForCausalLM\(\.\.\.\): use a class of trans"),
     ({"model_class": lambda: 3}, "model_class has returned a int, not an nn.Module"),
     ({"model_class": transformers.AutoModelForImageClassification}, "has no class for a LlamaConfig: give"),
     ({"model_class": made_before}, r"parameter 'transformer\.wte\.weight' has values before any are read"),
     ({"model_class": on_meta}, "buffer 'table' is on the meta device and has no values: let model_class"),
     ({"model_class": untied, "config": {}}, "config= is for classes of transformers: let model_class"),
     ({"config": {"n_layer": 3}}, r"config=\{.*\}: it must be a config of the transformers library"),
-    ({"init": "nothing"}, "init='nothing': give a function of a module, or .* method of LlamaForCausalLM"),
-    ({"ignore": "("}, r"ignore=\['\('\]: give regular expressions"),
-    ({"ignore": [3]}, r"ignore=\[3\]: give regular expressions"),
+    ({"init": "nothing"}, "init='nothing': use a function of a module, or .* method of LlamaForCausalLM"),
+    ({"ignore": "("}, r"ignore=\['\('\]: use regular expressions"),
+    ({"ignore": [3]}, r"ignore=\[3\]: use regular expressions"),
     ({"dtype": torch.float64}, r"dtype=torch\.float64 cannot be streamed: use torch\.float32"),
     ({"layers": "nowhere"}, r"layers='nowhere': there is no such module\. Found in this model"),
 ]

@@ -355,9 +355,9 @@ class Experts(nn.Module):
 
 def test_what_cannot_be_quantized(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(r"quantize='int4': it is one of 'int8', 'nf4', or None", llama, quantize="int4")
-    refused(r"'down_prj' is found in the name of no linear .*q_proj", llama, quantize="nf4", skip="down_prj")
-    refused(r"skip=.*: give regular expressions", llama, quantize="nf4", skip="(")
-    refused(r"give quantize=, or leave skip= out", llama, skip="down_proj")
+    refused(r"'down_prj' matches the name of no linear .*q_proj", llama, quantize="nf4", skip="down_prj")
+    refused(r"skip=.*: use regular expressions", llama, quantize="nf4", skip="(")
+    refused(r"set quantize=, or leave skip= out", llama, skip="down_proj")
     refused(r"finds no linear module", llama, quantize="nf4", skip="proj")
     with torch.device("meta"):
         many = Experts(2, 1 << 15)
@@ -407,7 +407,7 @@ def test_quantized_files_that_are_not_whole(llama: Path, tmp_path: Path) -> None
     rewritten(tmp_path / "4/model.safetensors", lambda held: held.pop(f"{weight}.absmax"))
     refused(rf"'{weight}' is not whole in its file .*absmax", tmp_path / "4")
     rewritten(tmp_path / "8/model.safetensors", lambda held: held.pop(f"{weight}_scale_inv"))
-    refused(rf"of a dtype that is not streamed .*{weight} \(torch\.float8_e4m3fn\)", tmp_path / "8")
+    refused(rf"of an unsupported dtype .*{weight} \(torch\.float8_e4m3fn\)", tmp_path / "8")
     rewritten(
         tmp_path / "8/model.safetensors", lambda held: held.update({f"{weight}_scale_inv": torch.ones(1, 1)})
     )
@@ -432,5 +432,5 @@ def test_what_is_quantized_while_it_is_read_is_not_read_where_it_lies(tmp_path: 
             self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(3))
 
     save_file(Model().state_dict(), tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"and there is none: .* leave quantize= out, or give disk="):
+    with pytest.raises(ValueError, match=r"but there are none: .* leave quantize= out, or set disk="):
         streamer.from_pretrained(tmp_path, Model, quantize="int8", device="cpu", disk=True)

@@ -298,7 +298,7 @@ def test_what_is_skipped_stays_exact(word: str, mixture: Path) -> None:
         ),
     }
     refused(
-        r"'down_prj' is found in the name of no linear .*experts", mixture, quantize=word, skip="down_prj"
+        r"'down_prj' matches the name of no linear .*experts", mixture, quantize=word, skip="down_prj"
     )
 
 
