@@ -1,4 +1,4 @@
-"""The hooks and guards of a wrapped model, for when it is called, saved, loaded, moved, copied or pickled."""
+"""The hooks and guards of a wrapped model, for calls, saving, loading, moving, copying and pickling."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from streamer.model.unwrap import Copier
 from streamer.quantized.parts import plain_parts
 from streamer.torch_private import is_sparse
 
-#: An attribute of a model that Accelerate, which transformers' Trainer trains by, is not to wrap in
-#: DistributedDataParallel: of a model that has it, it takes everything to be prepared.
+#: An attribute by which Accelerate (used by transformers' Trainer) takes a model as prepared, and does not
+#: wrap it in DistributedDataParallel.
 PREPARED = "_is_accelerate_prepared"
 
 
 class _Prepared:
-    """Says so, where nothing is lost by it."""
+    """True, unless the caller would lose something by it."""
 
     def __bool__(self) -> bool:
         library = sys.modules.get("accelerate.state")
@@ -39,8 +39,8 @@ class _Prepared:
         )
         if precision not in ("no", None):
             raise RuntimeError(
-                f"mixed_precision='{precision}' (Trainer's {precision}=True) does not go with ranks that "
-                "share a model: leave it out, and give streamer.wrap dtype=torch.bfloat16"
+                f"mixed_precision='{precision}' (Trainer's {precision}=True) does not work with ranks that "
+                "share a model: leave it out, and pass streamer.wrap dtype=torch.bfloat16"
             )
         return True
 
@@ -48,9 +48,9 @@ class _Prepared:
 def attach_guards(
     model: nn.Module, executor: Executor, plain_dtypes: Mapping[nn.Parameter, torch.dtype]
 ) -> Callable[[], None]:
-    """Put hooks and guards on ``model``; the returned function takes them off.
+    """Put hooks and guards on ``model``; the returned function removes them.
 
-    ``plain_dtypes`` are those that the parameters of a plain copy get.
+    ``plain_dtypes`` are the dtypes of the parameters of a plain copy.
     """
     hooks: set[int] = set()
     copier = Copier(executor, plain_dtypes, GUARDS, hooks)
@@ -82,7 +82,7 @@ def attach_guards(
         for module in modules:
             keep(module.register_state_dict_pre_hook(lambda *_, **__: executor.synchronize()))
             keep(module.register_load_state_dict_pre_hook(_wait_before_loading(executor)))
-            # .to, .cuda, .half and their like all go through _apply
+            # .to, .cuda, .half and similar methods all call _apply
             own = {
                 "_apply": _stay(module, executor.backend.device),
                 "__deepcopy__": copier.of(module),
@@ -106,7 +106,7 @@ def _check_model(executor: Executor) -> Callable[..., None]:
         refuse_trace()
         executor.check_unchanged()
         if torch.is_grad_enabled():
-            executor.root.wanted()  # raises for a gradient that there is no room for
+            executor.root.wanted()  # raises for a gradient without room
 
     return hook
 
@@ -116,9 +116,9 @@ def _move_inputs(device: torch.device) -> Callable[..., tuple[Any, Any]]:
     def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         tensors, rebuild = flatten((args, kwargs))
         if all(tensor.device == device for tensor in tensors):
-            # the same objects: the model may write into a list that it is given
+            # the same objects: the model may write into a list among its arguments
             return args, kwargs
-        # pinned memory the user may write again once this returns
+        # the user may write pinned memory again once this returns
         moved: tuple[Any, Any] = rebuild(
             [tensor.to(device, non_blocking=not tensor.is_pinned()) for tensor in tensors]
         )
@@ -137,7 +137,7 @@ class _BeforeAdding:
     position: int
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:  # the gradient that a layer's own backward makes does not pass here
+        if gradient is not None:  # gradients from a layer's own backward do not come here
             self._prepare()
 
     @as_plain
@@ -172,7 +172,7 @@ def _to_cpu(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata
     copies: dict[tuple[Any, ...], torch.Tensor] = {}
     for key, value in state_dict.items():
         if key.startswith(prefix) and isinstance(value, torch.Tensor):
-            # parameters that are tied stay tied; one that is made of parts has no address but theirs
+            # tied parameters stay tied; a parameter in parts has no address except those of its parts
             addresses = tuple(part.data_ptr() for part in plain_parts(value))
             stride = None if is_sparse(value) else value.stride()
             place = addresses, value.dtype, value.shape, stride
@@ -193,8 +193,8 @@ def _zero_grad(module: nn.Module, executor: Executor) -> Callable[..., None]:
 
 
 def _stay(module: nn.Module, device: torch.device) -> Callable[..., nn.Module]:
-    """``module._apply``, which refuses to move, cast or share the module. It lets pass a function that leaves
-    device and dtype as they are: trainers move every model to their device, which may be the model's own."""
+    """``module._apply``, which refuses to move, cast or share the module. A function that keeps device and
+    dtype may run: trainers move every model to their device, which may be the model's own."""
 
     def apply(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         on_host = torch.empty(1)
@@ -218,6 +218,6 @@ def _stay(module: nn.Module, device: torch.device) -> Callable[..., nn.Module]:
 
 def _refuse_to_pickle(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(
-        "a wrapped model cannot be pickled, nor copied by copy.copy: take copy.deepcopy(model), which is a "
+        "a wrapped model cannot be pickled, nor copied by copy.copy: use copy.deepcopy(model), which is a "
         "plain model, or save model.state_dict()"
     )

@@ -1,5 +1,5 @@
-"""`wrap(init=...)`: a model on the meta device gets its values a unit at a time, so that it is never whole
-outside of the host shards."""
+"""`wrap(init=...)`: a model on the meta device gets its values one unit at a time, so that only the host
+shards ever hold all of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class UnitInit(abc.ABC):
 
     @abc.abstractmethod
     def end_unit(self, module: nn.Module) -> None:
-        """`__call__` has had all modules of the unit of ``module``, the last of them."""
+        """Called after `__call__` for all modules of a unit; ``module`` was the last of them."""
 
 
 def is_on_meta(unit: Unit) -> bool:
@@ -38,8 +38,8 @@ def is_on_meta(unit: Unit) -> bool:
 
 
 def check_init(units: Sequence[Unit], init: Init | None) -> None:
-    """Raise ValueError, naming the fix, where ``init`` is missing, not needed or no function, and where the
-    values of a unit are somewhere else or would be lost."""
+    """Raise ValueError, naming the fix, if ``init`` is missing, not needed or not a function, and if the
+    values of a unit are elsewhere or would be lost."""
     if init is not None and not callable(init):
         raise ValueError(f"init={init!r}: it must be a function of a module, as nn.Module.apply takes")
     on_meta = [unit for unit in units if is_on_meta(unit)]
@@ -56,12 +56,12 @@ def check_init(units: Sequence[Unit], init: Init | None) -> None:
             )
         if init is None:
             raise ValueError(
-                f"parameter '{name}' is on the meta device and has no values: give wrap(init=...) a function "
+                f"parameter '{name}' is on the meta device and has no values: set wrap(init=) to a function "
                 "that sets those of a module, as nn.Module.apply takes, or build the model on the CPU"
             )
         if not all(param.is_meta for param in unit.params):
             raise ValueError(
-                f"'{unit.name}' is on the meta device in part only ('{name}' is, others are not): build all "
+                f"'{unit.name}' is only partly on the meta device ('{name}' is, others are not): build all "
                 "of it there, or none"
             )
         for slice, param in unit.placed():
@@ -73,12 +73,12 @@ def check_init(units: Sequence[Unit], init: Init | None) -> None:
 
 
 class Initialiser:
-    """Gives the parameters and buffers of one unit after another their values, on ``device``.
+    """Sets the values of the parameters and buffers of one unit after another, on ``device``.
 
     ``init`` is called with each module of the unit, children before their parents, as `nn.Module.apply` does.
     The random numbers of a unit come from a seed that is derived from the unit's name and from one draw of
     PyTorch's generator: values depend on `torch.manual_seed`, not on the order or the number of the units.
-    Without ``init`` every unit has its values already.
+    Without ``init`` every unit already has its values.
     """
 
     def __init__(self, init: Init | None, device: torch.device, layers: Sequence[Unit]) -> None:
@@ -86,12 +86,12 @@ class Initialiser:
         self._device = device
         self._layers = {unit.module for unit in layers}
         self._inside = {module for layer in self._layers for module in layer.modules()}
-        #: by buffer on the meta device, the tensor in its place; modules of several layers may share one
+        #: by buffer on the meta device, the tensor that replaces it; modules of several layers may share one
         self._buffers: dict[torch.Tensor, torch.Tensor] = {}
         self._seed = 0 if init is None else int(torch.randint(2**62, (), device="cpu").item())
 
     def __call__(self, unit: Unit) -> None:
-        """Give ``unit`` its values, if it has none. Raises ValueError for a parameter that stays without."""
+        """Set the values of ``unit``, if it has none. Raises ValueError for a parameter left without."""
         if self._init is None or ((unit.params or unit.buffers()) and not is_on_meta(unit)):
             return
         for slice, param in unit.placed():
@@ -112,16 +112,16 @@ class Initialiser:
         for (slice, param), owners, version in zip(unit.placed(), unit.owners, versions, strict=True):
             if not all(owner._parameters.get(name) is param for owner, name in owners):
                 raise ValueError(f"init= has replaced parameter '{slice.param.name}': {_WRITE}")
-            # a write through .data leaves the version as it is, but the values are not all NaN then
+            # a write through .data does not change the version, but then the values are not all NaN
             is_untouched = param._version == version and param.is_floating_point() and param.numel()
             if is_untouched and bool(param.isnan().all()):
                 raise ValueError(f"init= has left parameter '{slice.param.name}' without values: {_WRITE}")
 
 
 def exchange(name: str, param: nn.Parameter, values: torch.Tensor) -> None:
-    """Give ``param`` the tensor ``values``, on whatever device, and keep it the same object.
+    """Replace the tensor of ``param`` by ``values``, on any device; ``param`` stays the same object.
 
-    Raises ValueError where PyTorch refuses that: where a weak reference or a graph holds ``param``.
+    Raises ValueError if PyTorch refuses: a weak reference or a graph holds ``param``.
     """
     other = nn.Parameter(values, requires_grad=param.requires_grad)
     other.__class__ = type(param)
@@ -131,12 +131,12 @@ def exchange(name: str, param: nn.Parameter, values: torch.Tensor) -> None:
     except RuntimeError as error:
         raise ValueError(
             f"parameter '{name}' cannot get values in place of the meta device's, since a weak reference or "
-            f"a graph holds on to it: let go of it before streamer.wrap ({error})"
+            f"a graph holds it: release it before streamer.wrap ({error})"
         ) from error
 
 
 def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the shape and dtype of ``like`` for an `Init` to fill: of NaN, or 0 if it has no NaN."""
+    """A tensor of the shape and dtype of ``like`` for an `Init` to fill: of NaN, or 0 without NaN."""
     unset = torch.empty(like.shape, dtype=like.dtype, device=device)
     return unset.fill_(float("nan")) if unset.is_floating_point() else unset.zero_()
 
@@ -157,7 +157,7 @@ def _unit_seed(seed: int, name: str) -> int:
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Let random numbers begin from ``seed`` inside the block, and go on after it as if it had not been."""
+    """Inside the block random numbers start from ``seed``; the generators' states are restored after it."""
     on_gpu = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_gpu else []):
         torch.default_generator.manual_seed(seed)

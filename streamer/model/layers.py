@@ -1,4 +1,4 @@
-"""Which modules of a model are its layers."""
+"""Find the layers of a model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CONTAINERS = "nn.ModuleList, nn.Sequential or nn.ModuleDict"
 #: A further stack is streamed too if it has this share of the parameters of the largest.
 WORTH_STREAMING = 0.1
 
-#: In a list inside of a list, a child that is this many times smaller than the largest is not streamed: a
-#: norm would take a slot in which the next matrix could arrive meanwhile.
+#: In a nested list, a child that is this many times smaller than the largest is not streamed: a norm would
+#: take a slot in which the next matrix could arrive at the same time.
 SMALL = 64
 
 
@@ -26,25 +26,25 @@ def find_layers(model: nn.Module, layers: Layers) -> list[tuple[str, nn.Module]]
     """The layers of ``model`` by qualified name, in order, each module once.
 
     ``layers`` is the dotted path of an `nn.ModuleList`, `nn.Sequential` or `nn.ModuleDict`, a glob of modules
-    (``"model.layers.*.mlp"``), several of them, or None for the stacks of like blocks that are found. Of a
-    list of lists the layers are the children of the inner lists, but for those with no parameters or few
-    (`SMALL`), which run as they are. Of a glob they are the modules that it matches, but for those with no
-    parameters. Layers of paths alone are in the order of the paths, with a glob in that of the model.
+    (``"model.layers.*.mlp"``), several of them, or None for the stacks of similar blocks in the model. For a
+    list of lists the layers are the children of the inner lists, except those with no parameters or few
+    (`SMALL`), which run outside of slots. For a glob they are the matching modules, except those with no
+    parameters. Layers from paths are in the order of the paths; with a glob, all are in the model's order.
 
-    Raises ValueError where a path does not lead to a list with modules, where a glob matches nothing or
-    what cannot be a layer, where a layer is inside of another one, or where no layers are found; the error
-    names the lists that the model has.
+    Raises ValueError if a path is not that of a list with modules, if a glob matches nothing or a module that
+    cannot be a layer, if a layer is inside another one, or if there are no layers; the error names the lists
+    of the model.
     """
     if not (layers is None or isinstance(layers, str | Sequence)):
         raise ValueError(f"layers={layers!r}: it must be a dotted path, a glob, several of them, or None")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(
-                f"'{name}' has no shape yet, since its module is a lazy one: run the model once, then wrap it"
+                f"'{name}' has no shape yet, since its module is lazy: run the model once, then wrap it"
             )
     paths = _stacks(model) if layers is None else [layers] if isinstance(layers, str) else list(layers)
     if not paths:
-        raise ValueError(f"layers is empty: give the path of a list of layers. {_known_lists(model)}")
+        raise ValueError(f"layers is empty: set it to the path of a list of layers. {_known_lists(model)}")
     found: dict[nn.Module, str] = {}
     for path in paths:
         for name, layer in _matches(model, path) if is_glob(path) else _blocks(_list_at(model, path), path):
@@ -72,7 +72,7 @@ def matches(name: str, pattern: str) -> bool:
 
 def _matches(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     """The modules with parameters that ``pattern`` matches, by name."""
-    # a module that is in two places may be meant by its second name
+    # a module in two places may be named by its second name
     modules = model.named_modules(remove_duplicate=False)
     found = [(name, module) for name, module in modules if name and matches(name, pattern)]
     if not found:
@@ -84,29 +84,29 @@ def _matches(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
 
 
 def _never_called(name: str, layer: nn.Module, path: str) -> ValueError:
-    """The error for a ``layer`` without a forward, which ``path`` has led to."""
-    remedy = "give wrap(layers=...) the paths of the lists in it"
+    """The error for a ``layer`` without a forward at ``path``."""
+    remedy = "set wrap(layers=...) to the paths of the lists in it"
     if is_glob(path):
         inner = next(layer.children(), None) is not None
-        remedy = f"give layers='{path}.*', the modules in it" if inner else "leave it out of layers="
+        remedy = f"set layers='{path}.*', the modules in it" if inner else "leave it out of layers="
     return ValueError(
         f"layer '{name}' is a {type(layer).__name__}, which has no forward and is never called: {remedy}"
     )
 
 
 def _refuse_nested(found: Mapping[nn.Module, str]) -> None:
-    """Raise ValueError if one of the modules ``found`` is inside of another."""
+    """Raise ValueError if one of the modules ``found`` is inside another."""
     for layer, name in found.items():
         for inner in layer.modules():
             if inner is not layer and inner in found:
                 raise ValueError(
-                    f"layers= has '{name}' and '{found[inner]}', which is inside of it: leave one of them out"
+                    f"layers= has '{name}' and '{found[inner]}', which is inside it: leave one of them out"
                 )
 
 
 def finer_globs(layers: Sequence[tuple[str, nn.Module]]) -> list[str]:
-    """Globs for ``layers``; in place of the largest one, and of those that the same glob matches, for their
-    children with parameters, but for those that are `SMALL`. Empty where there are no such children."""
+    """Globs for ``layers``. In place of the largest layer, and of those that its glob matches, they match its
+    children with parameters, except those that are `SMALL`. Empty if there are no such children."""
     cut = _glob_of(max(layers, key=lambda one: _size(one[1]))[0])
     others = dict.fromkeys(_glob_of(name) for name, _ in layers if _glob_of(name) != cut)
     parts: dict[str, int] = {}
@@ -117,7 +117,7 @@ def finer_globs(layers: Sequence[tuple[str, nn.Module]]) -> list[str]:
 
 
 def _glob_of(name: str) -> str:
-    """The glob for the modules that stand where module ``name`` does in other members of its lists."""
+    """The glob for module ``name`` and the modules in its place in other members of its lists."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
@@ -128,12 +128,12 @@ def _not_small(sizes: Mapping[str, int]) -> list[str]:
 
 
 def _size(module: nn.Module) -> int:
-    """Bytes of its parameters."""
+    """Bytes of the module's parameters."""
     return sum(param.numel() * param.element_size() for param in module.parameters())
 
 
 def _blocks(blocks: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The children of ``blocks``; in place of a child that is a list, its own children that are not
+    """The children of ``blocks``; a child that is a list is replaced by its own children that are not
     `SMALL`."""
     for name, child in _children(blocks, path):
         if is_list(child):
@@ -145,8 +145,8 @@ def _blocks(blocks: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _parts_of(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The children of ``module`` with parameters, by qualified name; in place of a child that is a list, its
-    own children."""
+    """The children of ``module`` with parameters, by qualified name; a child that is a list is replaced by
+    its own children."""
     for name, child in _children(module, path):
         if is_list(child):
             yield from _parts_of(child, name)
@@ -165,7 +165,7 @@ def is_list(module: nn.Module) -> bool:
 
 def is_called(module: nn.Module) -> bool:
     """Whether ``module`` has a forward."""
-    # TorchScript's modules show theirs on the instance alone
+    # TorchScript's modules have it only on the instance
     forward = getattr(type(module), "forward", None)
     return forward is not nn.Module.forward or "forward" in vars(module)
 
@@ -204,14 +204,14 @@ def _known_lists(model: nn.Module) -> str:
 
 
 def _stacks(model: nn.Module) -> list[str]:
-    """The paths of the stacks of blocks in ``model``: of the lists with two or more children that all have
-    parameters and are not each of a class of its own, the one with the most parameters, and those outside of
-    it that have at least `WORTH_STREAMING` of its parameters."""
+    """The paths of the stacks of blocks in ``model``. Candidates are lists with two or more children that all
+    have parameters and are not all of different classes. The stacks are the candidate with the most
+    parameters, and those outside of it with at least `WORTH_STREAMING` of its parameters."""
     lists = {path: module for path, module in _lists(model).items() if _is_stack(module)}
     sizes = {path: sum(param.numel() for param in module.parameters()) for path, module in lists.items()}
     stacks: list[str] = []
     taken: set[nn.Module] = set()
-    # of lists of equal size the first is the outermost
+    # among lists of equal size the first is the outermost
     for path in sorted(sizes, key=lambda path: -sizes[path]):
         if sizes[path] < WORTH_STREAMING * max(sizes.values()):
             break
@@ -220,7 +220,7 @@ def _stacks(model: nn.Module) -> list[str]:
             stacks.append(path)
             taken |= modules
     if not stacks:
-        raise ValueError(f"layers=None: no list of like blocks was found. {_known_lists(model)}")
+        raise ValueError(f"layers=None: no list of similar blocks was found. {_known_lists(model)}")
     return [path for path in lists if path in stacks]
 
 

@@ -1,4 +1,4 @@
-"""What a wrapped model will take of each memory, and where everything goes, before anything is allocated."""
+"""The bytes that a wrapped model will take of each memory, and the place of everything, before allocation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MemoryPlan:
         self.division = Division(ranks.local_size, ranks.state_machines)
 
     def ledger(self, units: Sequence[Unit], root: Unit, num_slots: int) -> Ledger:
-        """The bytes with everything in memory, but for an optimizer's moments."""
+        """The bytes with everything in memory, without an optimizer's moments."""
         return ledger(
             [unit.layout for unit in (*units, root)],
             num_slots=min(num_slots, len(units)),
@@ -59,9 +59,9 @@ class MemoryPlan:
         num_slots: int,
         left: int,
     ) -> tuple[Ledger, Placement]:
-        """The bytes, and the places of state and weights in memory or on ``disks``, where ``left`` bytes of
-        host memory are to stay free. All ranks do as the first one. Raises MemoryError, with the bytes by
-        owner, where a memory is too small. [Note: placement]"""
+        """The bytes, and the places of state and weights in memory or on ``disks``, with ``left`` bytes of
+        host memory kept free. All ranks follow the first one. Raises MemoryError, with the bytes by owner, if
+        a memory is too small. [Note: placement]"""
         layouts = [unit.layout for unit in (*units, root)]
         room = room_of(backend, (param for unit in (*units, root) for param in unit.params))
         room = replace(room, host_limit=self._options.host_limit)
@@ -78,26 +78,26 @@ class MemoryPlan:
                 may_write=disks.may_write,
                 division=self.division,
             )
-        # the free bytes differ from rank to rank
+        # free memory differs between ranks
         planned, placement = self._ranks.from_first("planning memory", (planned, placement))
         remedy = "lower num_slots"
         if on_device > room.tensors:
             remedy = self.device_remedy(units, root, num_slots, room.tensors)
-        # the first rank of a machine takes its host memory, for all of them
+        # the first rank of a machine allocates host memory, for all of them
         of_machine = {**of_all_ranks(planned.host, self._ranks.local_size), **moments}
         checked = replace(planned, host=of_machine if self._ranks.is_first_of_machine else {})
         checked.check(room, device_remedy=remedy, frozen=frozen_matrices(layouts))
         return planned, placement
 
     def device_remedy(self, units: Sequence[Unit], root: Unit, num_slots: int, available: int) -> str:
-        """The fix where ``num_slots`` slots for ``units`` do not fit into ``available`` bytes of the device:
+        """The fix if ``num_slots`` slots for ``units`` do not fit into ``available`` bytes of the device:
         more memory, fewer slots, or globs of parts of the largest layers."""
         planned, limit = self.ledger(units, root, num_slots), self._options.device_limit
         needed = sum(planned.device.values())
         figure = exact_amount(needed) if limit is None else f"device_memory={needed + limit - available}"
         if planned.beside_slots >= available:
             beside = exact_amount(planned.beside_slots)
-            return f"what is in no layer takes {beside} alone; {figure} would do"
+            return f"the parameters outside of layers alone take {beside}; {figure} would do"
 
         def fits(units: Sequence[Unit], root: Unit, slots: int = num_slots) -> bool:
             return sum(self.ledger(units, root, slots).device.values()) <= available
@@ -115,10 +115,10 @@ class MemoryPlan:
     def _globs_that_fit(
         self, units: Sequence[Unit], fits: Callable[[Sequence[Unit], Unit], bool]
     ) -> list[str]:
-        """Globs for ``layers=`` by which the model fits; the largest layers are cut no further than that.
-        Empty where there are none."""
+        """Globs for ``layers=`` with which the model fits; they split the largest layers only as far as
+        needed. Empty if there are none."""
         layers = [(unit.name, unit.module) for unit in units]
-        # modules that cannot be layers are refused by the functions that make layers and units of them
+        # the functions that build layers and units from modules refuse unsuitable ones
         with suppress(ValueError):
             while globs := finer_globs(layers):
                 layers = find_layers(self._model, globs)
@@ -128,7 +128,7 @@ class MemoryPlan:
 
 
 def disks_for(backend: Backend, options: WrapOptions, ranks: Ranks) -> HostDisks:
-    """The disks of ``wrap(disk=...)``; without it, disks on which nothing may be."""
+    """The disks of ``wrap(disk=...)``; without it, disks that take nothing."""
     disk = options.disk
     if isinstance(backend, VirtualBackend):
         if isinstance(disk, Disks):
@@ -140,7 +140,7 @@ def disks_for(backend: Backend, options: WrapOptions, ranks: Ranks) -> HostDisks
 
 
 def room_of(backend: Backend, given_up: Iterable[torch.Tensor] = (), *, limit: int | None = None) -> Room:
-    """The bytes that are free now, with those that `MoveIn` gives up of the parameters ``given_up``.
+    """The bytes that are free now, plus those that `MoveIn` frees of the parameters ``given_up``.
 
     ``limit`` is the ``device_memory`` that ``backend`` is about to be limited to.
     """
@@ -148,10 +148,10 @@ def room_of(backend: Backend, given_up: Iterable[torch.Tensor] = (), *, limit: i
     kind = backend.machine.kind if isinstance(backend, VirtualBackend) else backend.device.type
     on_device = 0 if kind == CPU else releasable_bytes(given_up, backend.device)
     on_host = releasable_bytes(given_up, torch.device("cpu"))
-    # the bytes that CUDA itself takes are not free any more
+    # CUDA's own bytes are no longer free
     context = context_bytes(backend.device.type)
     if limit is not None and (used := backend.device_used()) is not None:
-        # a limit holds for all that this process has allocated
+        # a limit applies to everything that this process has allocated
         limit = max(0, limit - max(0, used[0] - on_device))
     return Room(
         device=backend.device_available() + on_device + context,
@@ -165,10 +165,10 @@ def room_of(backend: Backend, given_up: Iterable[torch.Tensor] = (), *, limit: i
 
 
 def releasable_bytes(params: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Bytes of the storages on ``device`` that `MoveIn` gives up.
+    """Bytes of the storages on ``device`` that `MoveIn` frees.
 
-    Storages that are mapped from a file or shared with other processes are not counted (on Linux). Storages
-    that the caller holds by other tensors are counted: PyTorch has no list of those.
+    Storages that are mapped from a file or shared with other processes do not count (on Linux). Storages that
+    the caller holds by other tensors do count: PyTorch has no list of those.
     """
     storages = {
         storage.data_ptr(): storage.nbytes()

@@ -1,7 +1,7 @@
-"""A model's weights move into host memory, a unit at a time, and out of it again.
+"""Moves a model's weights into host memory, one unit at a time, and out of it again.
 
-Host memory never holds more than one unit twice: a unit's own storage is given up as soon as its weights are
-in its shard.
+Host memory never holds more than one unit twice: a unit's own storage is freed as soon as its weights are in
+its shard.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from streamer.store.shard import HostShard
 
 
 class MoveIn:
-    """Moves the weights of ``units``, the root unit's last, into the shards of ``store``. ``initialise``
-    gives a unit its values before that. Of ``ranks`` the first one has the values for all."""
+    """Moves the weights of ``units``, the root unit's last, into the shards of ``store``. ``initialise`` sets
+    the values of a unit before that. The first of ``ranks`` has the values for all."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class MoveIn:
         self._moved_buffers: dict[torch.Tensor, torch.Tensor] = {}
 
     def run(self) -> None:
-        """Move all units, with a progress bar where that takes more than a second."""
+        """Move all units, with a progress bar if that takes more than a second."""
         # a log file gets a line every ten seconds, a terminal ten a second
         interval = 0.1 if sys.stderr.isatty() else 10.0
         bar = tqdm(self._units, "to host memory", unit="unit", delay=1.0, mininterval=interval, leave=False)
@@ -74,8 +74,8 @@ class MoveIn:
         give_back_freed()
 
     def undo(self) -> None:
-        """Let parameters and buffers be what they were, on the devices where they were."""
-        with ExitStack() as each:  # goes on after an error
+        """Restore parameters and buffers on their former devices."""
+        with ExitStack() as each:  # continues after an error
             for unit, shard in zip(self._units, self._store.shards, strict=True):
                 each.callback(self._put_back, unit, shard)
             for owner, name, buffer in self._buffers_were:
@@ -102,18 +102,18 @@ class MoveIn:
             with self._store.weights_in(shard):
                 for slice, param in unit.placed():
                     # `cpu` runs on the caller's own stream, so after the kernels that wrote the parameter;
-                    # the copy is dropped before the next one is made
+                    # the copy is freed before the next one is created
                     load = partial(shard.load, slice, of_first.pop(slice, param.detach()).cpu())
                     self._backend.on_host(load)
                     del load
 
     def _give_up_storage(self, unit: Unit, shard: HostShard) -> None:
-        """Let the unit's parameters be those of the shard. (Those of the root unit will be the device's.)"""
+        """Point the unit's parameters at the shard. (Those of the root unit will be on the device.)"""
         for slice, param in unit.placed():
             param.grad = None
             if slice.param.trainable:
                 param.grad_dtype = None  # the gradient may have the parameter's dtype or fp32: [Note: sums]
-            if shard.is_out:  # one number, of whatever shape, takes no memory
+            if shard.is_out:  # one number, expanded to any shape, takes no memory
                 param.data = not_a_number(slice.dtype, self._backend.host).expand(slice.param.shape)
             else:
                 param.data = slice.own(shard.weight)
@@ -127,7 +127,7 @@ class MoveIn:
                 owner._buffers[name] = self._moved_buffers[buffer]
 
     def _take_from_first_rank(self) -> None:
-        """Let weights and buffers of all ranks be those of the first one."""
+        """Set weights and buffers of all ranks to those of the first one."""
         if self._ranks.is_alone:
             return
         self._ranks.exchange("all weights are in host memory")
@@ -139,13 +139,13 @@ class MoveIn:
         )
         for buffer in self._moved_buffers.values():
             for part in plain_parts(buffer):
-                sent = part.contiguous()  # itself, where its elements are in order
+                sent = part.contiguous()  # the same tensor, if its elements are in order
                 self._ranks.broadcast(sent)
                 part.copy_(sent)
 
     def _of_first_machine(self, unit: Unit, shard: HostShard) -> dict[Slice, torch.Tensor]:
         """The first machine's values of those weights that `_take_from_first_rank` does not copy: weights on
-        disk, and short ones whose masters are on disk, or in parts on the machines."""
+        disk, and 16-bit ones whose masters are on disk, or divided among the machines."""
         if self._ranks.machines == 1:
             return {}
         out, wanted = shard.weights_on_disk, list[tuple[Slice, torch.dtype, torch.Tensor]]()
@@ -174,9 +174,9 @@ def take_out(
     dtypes: dict[nn.Parameter, torch.dtype],
     moved: Container[nn.Parameter] = (),
 ) -> None:
-    """Give the parameters of ``unit`` storage of their own on the CPU, with the exact values of ``shard``
-    rounded to ``dtypes``; those in ``moved``, to which user code has given other memory, keep their values.
-    Gradients are dropped, and the unit's buffers move to the CPU. Warns of masters that a disk has lost: such
+    """Move the parameters of ``unit`` into their own storage on the CPU, with the exact values of ``shard``
+    rounded to ``dtypes``; those in ``moved``, whose memory user code has replaced, keep their values.
+    Gradients are dropped, and the unit's buffers move to the CPU. Warns of masters lost by a disk: such
     parameters get the streamed values."""
     inexact: dict[str, str] = {}
     for slice, param in unit.placed():
@@ -189,7 +189,7 @@ def take_out(
     unit.show_parts()
     if inexact:
         why = [*inexact.values()][-1]
-        warn(f"{shortened([*inexact])}: no more exact than as streamed, since fp32 masters are lost ({why})")
+        warn(f"{shortened([*inexact])}: only as exact as streamed, since fp32 masters are lost ({why})")
     for owner, name in unit.buffer_owners:
         if (buffer := owner._buffers.get(name)) is not None and not buffer.is_meta:
             owner._buffers[name] = buffer.cpu()

@@ -1,4 +1,4 @@
-"""The options of `wrap` as one record, which is made, checked and handed on as a whole."""
+"""The options of `wrap` in one record, with their checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from streamer.model.units import DTYPES
 from streamer.store.layout import Layout
 from streamer.store.ledger import limit_of
 
-#: One activation policy for all layers, one for each, or a function that gives one for a layer's index.
+#: One activation policy for all layers, one for each, or a function from a layer's index to its policy.
 Activations = str | Sequence[str] | Callable[[int], str]
 
 AUTO: Literal["auto"] = "auto"
@@ -34,7 +34,7 @@ Folders = str | PathLike[str] | Sequence[str | PathLike[str]]
 #: A dtype, or its name.
 Dtype = torch.dtype | str
 
-#: The names of dtypes that weights are streamed in.
+#: The names of dtypes in which weights can be streamed.
 DTYPE_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
@@ -63,16 +63,16 @@ class WrapOptions:
 
     @property
     def host_limit(self) -> int:
-        """``host_memory`` in bytes. Raises ValueError for what is no amount of memory."""
+        """``host_memory`` in bytes. Raises ValueError for an invalid amount of memory."""
         return limit_of(parse_bytes("host_memory", self.host_memory))
 
     @property
     def device_limit(self) -> int | None:
-        """``device_memory`` in bytes. Raises ValueError for what is no amount of memory."""
+        """``device_memory`` in bytes. Raises ValueError for an invalid amount of memory."""
         return parse_bytes("device_memory", self.device_memory)
 
     def check(self) -> None:
-        """Raise ValueError, naming the remedy, for an option that cannot be honoured; "auto" cannot."""
+        """Raise ValueError, naming the remedy, for an unsupported option; "auto" is one here."""
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(
                 f"dtype={self.dtype!r} cannot be streamed: use torch.float32, torch.bfloat16 or torch.float16"
@@ -86,7 +86,7 @@ class WrapOptions:
             _check_policy("activations", self.activations)
         elif not (isinstance(self.activations, Sequence) or callable(self.activations)):
             raise ValueError(
-                f"activations={self.activations!r}: give one of {_KNOWN}, a list with one for each layer, "
+                f"activations={self.activations!r}: use one of {_KNOWN}, a list with one for each layer, "
                 "or a function that returns one for a layer's index"
             )
         if self.micro_batch_size is not None and not _is_count(self.micro_batch_size):
@@ -106,7 +106,7 @@ class WrapOptions:
             raise ValueError(f"compile={self.compile!r}: use True, False, or a backend of torch.compile")
         if isinstance(self.compile, str) and self.compile not in (known := torch.compiler.list_backends(())):
             raise ValueError(
-                f"compile={self.compile!r} is no backend of torch.compile; there are: {', '.join(known)}"
+                f"compile={self.compile!r} is not a backend of torch.compile; there are: {', '.join(known)}"
             )
         if not isinstance(self.gather_weights, bool):
             raise ValueError(f"gather_weights={self.gather_weights!r}: use True or False")
@@ -119,21 +119,21 @@ class WrapOptions:
 
 
 def _check_policy(name: str, policy: object) -> str:
-    """``policy``. Raises ValueError unless it is an activation policy; ``name`` is the option's."""
+    """Return ``policy``. Raises ValueError unless it is an activation policy; ``name`` is the option's."""
     if not isinstance(policy, str) or policy not in POLICIES:
         raise ValueError(f"{name}={policy!r} is unknown: use one of {_KNOWN}")
     return policy
 
 
 def policies(activations: Activations, units: Sequence[Unit]) -> list[str]:
-    """The activation policy of each of ``units``. Raises ValueError where it is none."""
+    """The activation policy of each of ``units``. Raises ValueError for an unknown one."""
     if isinstance(activations, str):
         return [activations] * len(units)
     if callable(activations):
         return [_check_policy(f"activations({unit.index})", activations(unit.index)) for unit in units]
     if len(activations) != len(units):
         raise ValueError(
-            f"activations=[...] has {len(activations)} entries, and there are {len(units)} layers: give one "
+            f"activations=[...] has {len(activations)} entries, and there are {len(units)} layers: use one "
             "for each"
         )
     return [_check_policy(f"activations[{index}]", policy) for index, policy in enumerate(activations)]
@@ -141,20 +141,20 @@ def policies(activations: Activations, units: Sequence[Unit]) -> list[str]:
 
 def _check_batch_dims(batch_dims: Mapping[str, int | None], micro_batch_size: Number) -> None:
     if micro_batch_size is None:
-        raise ValueError("batch_dims says how micro-batches are cut: give micro_batch_size too")
+        raise ValueError("batch_dims says how micro-batches are cut: set micro_batch_size too")
     if not isinstance(batch_dims, Mapping) or not all(
         isinstance(name, str) and (dim is None or type(dim) is int) for name, dim in batch_dims.items()
     ):
         raise ValueError(
-            f"batch_dims={batch_dims!r}: give a dict from the names of arguments of the layers, or the "
+            f"batch_dims={batch_dims!r}: use a dict from the names of arguments of the layers, or the "
             "paths or globs of their lists, to the dimension of the batch, None for those that have none"
         )
 
 
 def parse_bytes(name: str, given: int | str | None) -> int | None:
-    """Bytes from a count or from a text such as "16GiB" or "15.5 GB"; ``name`` is the option's.
+    """Bytes from a number or from a text such as "16GiB" or "15.5 GB"; ``name`` is the option's.
 
-    Raises ValueError for anything else, and for less than a byte.
+    Raises ValueError for anything else, and for less than one byte.
     """
     if given is None or _is_count(given):
         return None if given is None else int(given)
@@ -163,26 +163,26 @@ def parse_bytes(name: str, given: int | str | None) -> int | None:
     factor = (1024 if prefix.endswith("i") else 1000) ** "_KMGT".index(prefix[:1].upper() or "_")
     if match is None or (nbytes := int(float(match[1]) * factor)) < 1:
         what = "a number and its unit" if isinstance(given, str) else "it in bytes, or as a text"
-        raise ValueError(f"{name}={given!r}: give {what} such as '16GiB'")
+        raise ValueError(f"{name}={given!r}: use {what} such as '16GiB'")
     return nbytes
 
 
 def dtype_of(name: str, given: Dtype | None) -> torch.dtype | None:
-    """The dtype that ``given`` is, or is the name of; ``name`` is the option's. Raises ValueError for a text
-    that names none."""
+    """The dtype ``given`` as itself or by name; ``name`` is the option's. Raises ValueError for an unknown
+    name."""
     if not isinstance(given, str):
         return given
     if given not in DTYPE_NAMES:
-        raise ValueError(f"{name}={given!r} is no dtype: use one of {', '.join(map(repr, DTYPE_NAMES))}")
+        raise ValueError(f"{name}={given!r} is not a dtype: use one of {', '.join(map(repr, DTYPE_NAMES))}")
     return DTYPE_NAMES[given]
 
 
 def folders_of(disk: Folders) -> list[str | PathLike[str]]:
-    """The folders that are meant by ``disk=``. Raises ValueError for anything else."""
+    """The folders of ``disk=``. Raises ValueError for anything else."""
     folders = [disk] if isinstance(disk, str | PathLike) else disk
     are_folders = isinstance(folders, Sequence) and all(isinstance(f, str | PathLike) for f in folders)
     if not are_folders or not folders:
-        raise ValueError(f"disk={disk!r}: give a folder, or a list of folders on different drives")
+        raise ValueError(f"disk={disk!r}: use a folder, or a list of folders on different drives")
     return list(folders)
 
 

@@ -1,4 +1,4 @@
-"""`plan`: what a step of a model will take on a machine, for notebooks; nothing is allocated."""
+"""`plan`: the needs of a model's step on a machine, for notebooks; nothing is allocated."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step takes: bytes by owner on the device (when it holds most), in host memory and on disk, and
-    seconds by lane, busy and exposed (those in which compute waits for the lane).
+    """A step's needs: bytes by owner on the device (at the peak), in host memory and on disk, and seconds
+    by lane, busy and exposed (compute waits for the lane).
 
-    ``device_needed`` and ``host_needed`` are bytes, with what is to be left free; ``lacking`` are those that
-    the machine has too few of, by side. ``flops`` are executed, by PyTorch's formulas.
+    ``device_needed`` and ``host_needed`` are bytes, including those to leave free; ``lacking`` are the bytes
+    that the machine lacks, by side. ``flops`` are executed FLOPs, by PyTorch's formulas.
     """
 
     machine: str
@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def samples_per_second(self) -> float:
-        """Samples of the batch in a second."""
+        """Samples of the batch per second."""
         return self.samples / self.seconds
 
     def __repr__(self) -> str:
@@ -77,21 +77,21 @@ class Plan:
 
 
 def plan(model: nn.Module, example: object, *, machine: Machine | str = "rtx-4090", **options: Any) -> Plan:
-    """What a training step of ``model`` takes on ``machine``: its name or a `Machine`.
+    """Predict the needs of a training step of ``model`` on ``machine``: its name or a `Machine`.
 
     ``example`` is a batch: a tensor, a tuple of the model's arguments, or a dict of them by name. Only shapes
     and dtypes count, and the model needs no values: build it under ``torch.device("meta")``. ``options`` are
     those of `streamer.wrap` (``layers``, ``dtype``, ``activations``, ``micro_batch_size``, ``update``,
     ``device_memory``, ``host_memory``, ``disk``, ...), none of them ``"auto"``. The step is forward, backward
-    of the model's ``loss`` or of the sum of what it returns, and AdamW with fp32 moments. The model is left
-    as it is, and nothing is allocated. Of a `Machine` with several ``ranks`` the batch, the device's bytes
-    and the seconds are of one rank, host memory is that of all.
+    of the model's ``loss`` or of the sum of its outputs, and AdamW with fp32 moments. The model does not
+    change, and nothing is allocated. For a `Machine` with several ``ranks`` the batch, the device's bytes
+    and the seconds are for one rank, host memory is for all.
 
     Raises ValueError for an option or a model that cannot be planned, and for an unknown machine.
     """
     wanted = WrapOptions(**_defaults(options))
     if AUTO in may_be_auto(wanted):
-        raise ValueError('plan takes options that are chosen: give another value than "auto"')
+        raise ValueError('plan does not choose options: use another value than "auto"')
     wanted.check()
     batch = Batch.like(example)
     batch.check_arguments(model)
@@ -128,7 +128,7 @@ def plan(model: nn.Module, example: object, *, machine: Machine | str = "rtx-409
 
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of a plan: those ``given``, and the others as `streamer.wrap` has them."""
+    """All options of a plan: those ``given``, and the defaults of `streamer.wrap` for the others."""
     usual = inspect.signature(wrap).parameters
     names = [item.name for item in fields(WrapOptions)]
     if unknown := sorted(given.keys() - set(names)):

@@ -1,4 +1,4 @@
-"""What a wrapped model takes and where its time goes."""
+"""The bytes and the times of a wrapped model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Stats:
     """Bytes by purpose, seconds by lane (``"compute"``, ``"h2d"``, ``"d2h"``, ``"host"``, ``"disk_read"``,
     ``"disk_write"``, ``"collective"``, ``"barrier"``), since `wrap`.
 
-    ``device_bytes_now`` and ``device_bytes_peak`` are the buffers of the wrapped model and what its layers
-    have saved for backward; on a GPU they are all that PyTorch has allocated there.
+    ``device_bytes_now`` and ``device_bytes_peak`` are the buffers of the wrapped model and the tensors that
+    its layers have saved for backward; on a GPU they are all that PyTorch has allocated there.
     ``exposed_seconds`` of a lane are those in which compute waited for it. ``overlap`` is 1 - exposed / busy:
-    NaN for a lane that did nothing, below 0 where compute waited longer for work to begin than the work took.
-    ``skipped_steps`` are those in which a gradient was not finite.
-    A prefetch hit is a visit to a layer whose weights were on the device, or being copied there.
+    NaN for an idle lane, below 0 if compute waited longer for work to begin than the work took.
+    ``skipped_steps`` are the steps with non-finite gradients.
+    A prefetch hit is a use of a layer whose weights were on the device, or being copied there.
     """
 
     host_bytes: Mapping[str, int]
@@ -40,7 +40,7 @@ class Stats:
 
 
 def stats(model: nn.Module) -> Stats:
-    """Bytes and seconds of a wrapped model; waits for nothing. Raises ValueError if it is not wrapped."""
+    """Bytes and seconds of a wrapped model; does not wait. Raises ValueError if it is not wrapped."""
     handle = wrapped(model)
     executor = handle.executor
     trace = executor.issuer.trace
@@ -57,8 +57,8 @@ def stats(model: nn.Module) -> Stats:
         overlap={lane.value: trace.overlap(lane) for lane in Lane},
         prefetch_hits=executor.pager.prefetch_hits,
         prefetch_misses=executor.pager.prefetch_misses,
-        # with update="backward", layers that were left out of a step count as one skipped step, which
-        # optimizer.step() adds; before it they are counted here
+        # with update="backward", layers left out of a step count as one skipped step, which
+        # optimizer.step() adds; until then they are counted here
         skipped_steps=executor.skipped_steps + executor.gradients.early.skipped_since(),
     )
 
@@ -66,15 +66,15 @@ def stats(model: nn.Module) -> Stats:
 def synchronize(model: nn.Module) -> None:
     """Wait until every copy and update of a wrapped model is done.
 
-    PyTorch code that touches parameters, gradients or optimizer state waits by itself. C++ code that is given
-    their memory does not. Raises what a copy or an update has raised, and ValueError if the model is not
-    wrapped.
+    PyTorch code that reads or writes parameters, gradients or optimizer state waits by itself. C++ code with
+    a pointer to their memory does not. Raises the error of a failed copy or update, and ValueError if the
+    model is not wrapped.
     """
     wrapped(model).executor.synchronize()
 
 
 def save_trace(model: nn.Module, path: str | PathLike[str]) -> None:
-    """Write what ran last as a Chrome trace (JSON), which Perfetto opens, with a row for each lane.
+    """Write the last operations as a Chrome trace (JSON), which Perfetto opens, with a row for each lane.
 
     Waits for all copies and updates. Raises ValueError if the model is not wrapped.
     """

@@ -1,4 +1,4 @@
-"""A plain model becomes a streamed one in place, with options of which none is "auto"."""
+"""Turn a plain model into a streamed one in place, with options of which none is "auto"."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def stream(
     chosen: object = None,
     for_inputs: int = 0,
 ) -> M:
-    """Wrap ``model`` on ``backend``. `streamer.wrap` documents the options and what is raised; none may be
-    "auto" here. ``ranks`` share the weights. ``chosen`` is what `streamer.chosen` returns; ``for_inputs``
+    """Wrap ``model`` on ``backend``. `streamer.wrap` documents the options and errors; none may be "auto"
+    here. ``ranks`` share the weights. ``chosen`` is the later result of `streamer.chosen`; ``for_inputs``
     bytes of host memory are left to layer inputs that wait there.
     """
     options.check()
     num_slots, micro_batch_size = options.num_slots, options.micro_batch_size
     assert num_slots != AUTO and micro_batch_size != AUTO
     with ExitStack() as undo:
-        # Find the layers, and make a unit of each and one of all the rest.
+        # Find the layers; create a unit for each and one for all other parameters.
         units, root = make_units(model, find_layers(model, options.layers), options.dtype)
         every = (*units, root)
         layouts = [unit.layout for unit in every]
@@ -60,7 +60,7 @@ def stream(
         cutters = micro_batches(units, micro_batch_size, options.batch_dims or {})
         _check_units(every, backend, options)
 
-        # Decide where everything goes, and check that each memory has room for it.
+        # Decide the place of everything, and check that each memory has room for it.
         if options.device_limit is not None:
             backend.limit_device(options.device_limit)
         slots = min(num_slots or 2, len(units))
@@ -93,7 +93,7 @@ def stream(
         move.run()
         store.add([GRADIENTS], only=store.shards[-1:] if options.update == "backward" else None)
 
-        # Attach the executor to the model: layers run on slots, and what is called on the model waits for it.
+        # Attach the executor to the model: layers run on slots, and calls of the model wait for it.
         executor = Executor(
             backend,
             units,
@@ -111,7 +111,7 @@ def stream(
         undo.callback(forget, model, executor)
         settle_in(executor)
         for unit, policy, cutter in zip(units, run_as, cutters, strict=True):
-            # an attribute of the instance, so that __call__ and the user's hooks run around it as before
+            # an attribute of the instance, so that __call__ and the user's hooks run as before
             forward = _forward_of(unit, backend, options)
             unit.module.forward = StreamedLayer(executor, unit, POLICIES[policy], cutter, forward)
         take_off = attach_guards(model, executor, plain_dtypes)
@@ -123,8 +123,8 @@ def stream(
 
 
 def _check_units(units: Sequence[Unit], backend: Backend, options: WrapOptions) -> None:
-    """Raise ValueError for parameters that cannot be given values, or not be trained so; warn of quantized
-    ones that their own library computes wrong with."""
+    """Raise ValueError for parameters that cannot get values or be trained with these options; warn of
+    quantized ones that their own library computes wrong with."""
     if backend.has_values:
         check_init(units, options.init)
     if options.update == "backward":
@@ -133,16 +133,16 @@ def _check_units(units: Sequence[Unit], backend: Backend, options: WrapOptions) 
 
 
 def _host_threads(options: WrapOptions, backend: Backend, ranks: Ranks) -> int | None:
-    """Threads that update weights; None leaves it to Numba: all cores."""
+    """Threads that update weights; None leaves the number to Numba: all cores."""
     feeds_gpu = backend.device.type == "cuda"
     if options.host_threads is not None or not (feeds_gpu or not ranks.is_alone):
         return options.host_threads
-    # ranks share the cores, and each GPU's kernels are launched by a thread that has one for itself
+    # ranks share the cores, and each GPU's kernels are launched by a thread that has a core for itself
     return max(1, native.num_threads_available() // ranks.local_size - feeds_gpu)
 
 
 def _forward_of(unit: Unit, backend: Backend, options: WrapOptions) -> Callable[..., Any]:
-    """What a layer runs on a slot: its own forward, or that compiled."""
+    """The forward of a layer on a slot: its own, or that compiled."""
     if options.compile and backend.has_values:
         return compiled(unit, "inductor" if options.compile is True else options.compile)
     return unit.module.forward
@@ -166,7 +166,7 @@ def _same_on_all(options: WrapOptions, num_slots: int, units: Sequence[Unit]) ->
 
 
 def _close(backend: Backend, store: HostStore, ranks: Ranks) -> None:
-    # what this rank has begun it ends, for the others wait for it
+    # finishes what this rank has begun, since the others wait for it
     backend.close()
     ranks.leave()
     store.close_disks()

@@ -1,4 +1,4 @@
-"""The units of a model: one for each layer, and the root unit for all the rest."""
+"""The units of a model: one for each layer, and the root unit for all other parameters."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from streamer.store.layout import Layout, Param
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-#: The attribute of a tensor that is streamed in the dtype that it names, whatever ``dtype`` of `wrap` says.
+#: The attribute of a tensor that names the dtype to stream it in, whatever ``dtype`` of `wrap` is.
 _KEPT = "_streamer_dtype"
 
 Owners = dict[nn.Parameter, list[tuple[nn.Module, str, str]]]
 
 
 def keep_dtype(tensor: torch.Tensor) -> None:
-    """Let `wrap` stream ``tensor`` in the dtype that it has now, whatever its own ``dtype`` says."""
+    """Make `wrap` stream ``tensor`` in its present dtype, whatever the ``dtype`` of `wrap` is."""
     setattr(tensor, _KEPT, tensor.dtype)
 
 
 def kept_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    """The dtype that `keep_dtype` keeps ``tensor`` in; None where that leaves it free."""
+    """The dtype in which `keep_dtype` keeps ``tensor``; None if there is none."""
     return getattr(tensor, _KEPT, None)
 
 
@@ -37,18 +37,18 @@ def make_units(
 ) -> tuple[list[Unit], Unit]:
     """One unit for each of ``layers`` (qualified name and module), and the root unit.
 
-    ``dtype`` is what parameters are streamed in, unless `keep_dtype` keeps them in their own; None keeps
-    the dtype of each. Quantized weights are streamed as they are: those of a class of their own, and
-    frozen parameters of whole numbers or of 8-bit floats. A parameter that two layers share, or a layer and
-    the rest of the model, is in the root unit. Raises ValueError for what cannot be streamed: TorchScript, a
-    layer without parameters of its own, a parameter that is sparse or complex, or that is trained and of
-    another dtype than fp32, bf16 and fp16.
+    ``dtype`` is the dtype to stream parameters in, unless `keep_dtype` keeps their own; None keeps the dtype
+    of each. Quantized weights are streamed unchanged: those of a special class, and frozen parameters of
+    integers or of 8-bit floats. A parameter that two layers share, or a layer and the rest of the model, is
+    in the root unit. Raises ValueError for a model that cannot be streamed: TorchScript, a layer without
+    parameters of its own, a parameter that is sparse or complex, or a trained one of another dtype than fp32,
+    bf16 and fp16.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"'{name}' is TorchScript, whose code does not see weights that are in a slot: wrap the "
-                "model with the module that it was made of"
+                f"'{name}' is TorchScript, whose code does not use weights that are in a slot: wrap the "
+                "model with the module that it was compiled from"
             )
     inside = {module for _, layer in layers for module in layer.modules()}
     owners = [_owners(name, layer.named_modules()) for name, layer in layers]
@@ -84,7 +84,7 @@ def _check_addresses(owners: Sequence[Owners]) -> None:
     at_address: dict[int, nn.Parameter] = {}
     for owned in owners:
         for param, places in owned.items():
-            # sparse and meta tensors have no address, nor have those that are made of others
+            # sparse and meta tensors have no address, nor have those with inner tensors
             dense = param.layout is torch.strided and not param.is_meta and param.numel()
             dense = dense and not has_inner_tensors(param)
             if dense and at_address.setdefault(param.data_ptr(), param) is not param:
@@ -92,8 +92,8 @@ def _check_addresses(owners: Sequence[Owners]) -> None:
 
 
 def _take_shared(owners: Sequence[Owners]) -> list[Owners]:
-    """Let the last of ``owners``, the root, have what several of them have. Returns, for each of the others,
-    what it had of that and may be trained."""
+    """Move parameters of several of ``owners`` to the last, the root. Returns, for each of the others, those
+    of its moved parameters that may be trained."""
     holders = Counter(param for owned in owners for param in owned)
     root, found = owners[-1], []
     for owned in owners[:-1]:
@@ -105,13 +105,13 @@ def _take_shared(owners: Sequence[Owners]) -> list[Owners]:
 
 
 def _same_memory(name: str) -> ValueError:
-    """The error for parameter ``name``, which has the memory of another one."""
+    """The error for parameter ``name``, which shares the memory of another one."""
     remedy = "tie them by sharing the nn.Parameter itself, or give each its own copy"
     if ".lora_A." in name or ".lora_B." in name:
-        # the adapter of the output embedding is a transposed view of that of the input embedding, with a
-        # gradient and moments of its own: each step of plain PyTorch updates that memory twice
+        # the adapter of the output embedding is a transposed view of that of the input embedding, with its
+        # own gradient and moments: each step of plain PyTorch updates that memory twice
         remedy = (
-            "peft's ensure_weight_tying makes two parameters of one memory for target_modules; give the "
+            "peft's ensure_weight_tying creates two parameters in one memory for target_modules; name the "
             "embedding in modules_to_save or its tokens in trainable_token_indices, which are tied as one "
             "parameter, or leave it out of target_modules"
         )
@@ -182,12 +182,12 @@ def _parts(composite: Composite, name: str) -> dict[Param, nn.Parameter]:
 
 
 def _check_frozen(composite: Composite, name: str, dtype: torch.dtype | None) -> None:
-    """Raise ValueError for a quantized weight that is trained, or that is for inputs of another dtype."""
+    """Raise ValueError for a quantized weight that is trained, or is for inputs of another dtype."""
     kind = type(composite.param).__name__
     if composite.param.requires_grad:
         raise ValueError(
-            f"parameter '{name}' is a {kind}, which is streamed as it is and cannot be trained: freeze it "
-            "(requires_grad_(False)) and train adapters beside it, or leave it unquantized"
+            f"parameter '{name}' is a {kind}, which is streamed unchanged and cannot be trained: freeze it "
+            "(requires_grad_(False)) and train adapters, or leave it unquantized"
         )
     if dtype is not None and composite.dtype not in (None, dtype):
         raise ValueError(
@@ -201,15 +201,15 @@ def warn_of_misread(units: Iterable[Unit], device: torch.device) -> None:
     names = [each.name for unit in units for each in unit.in_parts if each.composite.is_misread_on(device)]
     if names:
         warn(
-            "bitsandbytes computes wrong on this CPU with 4-bit weights whose rows are no whole number of "
+            "bitsandbytes computes wrong on this CPU with 4-bit weights whose rows are not a whole number of "
             f"blocks, here {shortened(names)}, also without streamer: use a GPU, or leave those out of "
             "quantization"
         )
 
 
 def _is_raw(param: nn.Parameter) -> bool:
-    """Whether a parameter holds codes: whole numbers, or floating point of fewer than 16 bits. What stands
-    beside codes in a module, scales say, keeps its dtype as they do."""
+    """Whether a parameter holds codes: integers, or floating point of fewer than 16 bits. Other parameters of
+    the module, such as scales, keep their dtype too."""
     is_number = param.layout is torch.strided and not param.is_complex()
     return is_number and (not param.is_floating_point() or param.dtype.itemsize == 1)
 
@@ -233,6 +233,6 @@ def _streamed_dtype(param: nn.Parameter, name: str, dtype: torch.dtype | None) -
     if streamed not in DTYPES:
         raise ValueError(
             f"parameter '{name}' has dtype {param.dtype}: streamed weights are torch.float32, torch.bfloat16 "
-            "or torch.float16; give wrap(dtype=...) one of them, or cast the model first"
+            "or torch.float16; set wrap(dtype=...) to one of them, or cast the model first"
         )
     return streamed

@@ -1,4 +1,4 @@
-"""A streamed model becomes a plain one again: `unwrap`, or `copy.deepcopy` of it or of a part of it."""
+"""Turn a streamed model into a plain one: `unwrap`, or `copy.deepcopy` of it or of a part of it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ COPIED_BY = "__deepcopy__"
 
 
 class Copier:
-    """Makes plain copies of the modules of one wrapped model.
+    """Creates plain copies of the modules of one wrapped model.
 
-    ``plain_dtypes`` are the dtypes of the copies' parameters, ``attributes`` the names of what `wrap` has set
-    on every module, ``hooks`` the ids of the hooks of `wrap`.
+    ``plain_dtypes`` are the dtypes of the copies' parameters, ``attributes`` the names of the attributes that
+    `wrap` has set on every module, ``hooks`` the ids of the hooks of `wrap`.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class Copier:
             del plain["forward"]
         plain |= self._held.get(module, {})
         if not hasattr(type(module), COPIED_BY):
-            # a class may look for what it does not have in a module of its own (peft's does), whose function
-            # would copy that module in place of this one
+            # a class may look up missing attributes in an inner module (peft's does), whose function would
+            # copy that module in place of this one
             plain[COPIED_BY] = None
-        # with these attributes, and not as a new object: its class may define how it is copied
+        # with these attributes, and not as a new object: its class may define its own copy
         object.__setattr__(module, "__dict__", plain)
         try:
             copied = copy.deepcopy(module, memo)
@@ -78,7 +78,7 @@ class Copier:
 
     @as_plain
     def _copy_tensors(self, module: nn.Module, memo: Memo) -> None:
-        """Put copies on the CPU of the module's exact weights, and of its buffers, into ``memo``."""
+        """Put CPU copies of the module's exact weights, and of its buffers, into ``memo``."""
         for buffer in module.buffers():
             if id(buffer) not in memo:
                 memo[id(buffer)] = buffer.detach().cpu().clone()
@@ -98,7 +98,7 @@ class Copier:
 
     @cached_property
     def _held(self) -> dict[nn.Module, dict[str, object]]:
-        """Attributes of modules with quantized weights, as they were before `wrap`."""
+        """Attributes of modules with quantized weights, with their values before `wrap`."""
         return {
             module: had for each in self._in_parts.values() for module, had in each.composite.held.items()
         }
@@ -142,11 +142,11 @@ M = TypeVar("M", bound=nn.Module)
 
 @as_plain
 def unwrap(model: M) -> M:
-    """Make ``model`` a plain CPU module again, with the trained weights, and give its memory back.
+    """Turn ``model`` into a plain CPU module again, with the trained weights, and free its memory.
 
-    Parameters get the dtype that they had before `wrap`, from their exact masters; one that user code has
-    given other memory since keeps the values there. Gradients are dropped. An optimizer of the wrapped model
-    is of no more use; the memory of its moments is given back when it is dropped. Returns the model.
+    Parameters get their dtype before `wrap`, from their exact masters. If user code has replaced a
+    parameter's memory since, the parameter keeps those values. Gradients are dropped. An optimizer of the
+    wrapped model is of no more use; its moments are freed when you drop it. Returns the model.
 
     Raises ValueError if the model is not wrapped.
     """
@@ -155,19 +155,19 @@ def unwrap(model: M) -> M:
     executor.wait_for_saving()
     units = (*executor.units, executor.root)
     try:
-        # not `synchronize`, which raises what a copy has raised: the host shards are whole without it
+        # not `synchronize`, which raises the error of a copy: the host shards are whole without it
         executor.issuer.wait(
             place for unit in units for place in ops.masters_of(unit.index, executor.shard(unit))
         )
     except DiskError as error:
         executor.forget_failures()
-        warn(f"the weights are as an update that failed has left them ({error})")
+        warn(f"the weights are as a failed update has left them ({error})")
     for unit in units:
         executor.pager.parameters.end_flight(unit)
     moved = {param for unit in units for _, param in executor.pager.parameters.elsewhere(unit)}
     with executor.writing_state("unwrapping"):
         executor.pager.refresh(moved)
-    # first, to make room for the weights that come out
+    # first, to free memory for the weights that come out
     executor.store.drop(ALL_MOMENTS)
     for unit in units:
         take_out(executor.backend, unit, executor.whole_shard(unit), handle.plain_dtypes, moved)
@@ -179,7 +179,7 @@ def unwrap(model: M) -> M:
 
 
 def forget(model: nn.Module, executor: Executor) -> None:
-    """Take off the model's handle and its parameters' places, and let its layers run as they are."""
+    """Remove the model's handle and its parameters' places, and restore its layers' own forward."""
     for unit in executor.units:
         had = getattr(unit.module.__dict__.pop("forward", None), HAD, None)
         if had is not None:

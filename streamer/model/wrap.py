@@ -1,4 +1,4 @@
-"""`wrap`: a plain model becomes a streamed one in place, and options that are "auto" are chosen."""
+"""`wrap`: turn a plain model into a streamed one in place, and choose options that are "auto"."""
 
 from __future__ import annotations
 
@@ -62,62 +62,62 @@ def wrap(
 
     Weights move to host memory, and each layer's are copied to the device when it runs; embeddings, final
     norm and head stay on the device. Inputs are moved to the device. Class, parameter objects, parameter
-    names and ``state_dict`` keys stay as they are. Train the model with `streamer.AdamW` or any optimizer of
+    names and ``state_dict`` keys do not change. Train the model with `streamer.AdamW` or any optimizer of
     PyTorch. Gradients of the plain model are dropped, with a warning.
 
     Args:
         layers: the dotted path of a list of layers (``"model.layers"``), a glob of modules
             (``"model.layers.*.mlp"``), several of them, or None for the lists of equal blocks that hold most
             of the parameters.
-        device: ``"cuda"``, ``"cuda:1"`` or ``"cpu"``; None is CUDA where there is a GPU, else the CPU.
-        dtype: the dtype that weights are computed in, ``"bf16"``, ``"fp16"``, ``"fp32"`` or a `torch.dtype`;
-            trained ones keep exact fp32 masters in host memory, and None keeps each in its own dtype.
-        micro_batch_size: samples that a layer runs at a time while its weights are on the device, so that
-            weights are copied twice a step whatever the batch is; None runs the whole batch at once.
-        activations: ``"recompute"`` runs a layer again in backward, as `torch.utils.checkpoint` does,
-            ``"recompute+offload"`` also keeps its inputs in host memory until then, and ``"keep"`` keeps its
-            activations on the device; a list has one of them for each layer, a function gets a layer's index.
-        device_memory: bytes of the GPU that this process may take, as a number or as ``"16GiB"``; layers for
-            which it has room stay there.
+        device: ``"cuda"``, ``"cuda:1"`` or ``"cpu"``; None is CUDA if there is a GPU, else the CPU.
+        dtype: the dtype that weights are computed in, ``"bf16"``, ``"fp16"``, ``"fp32"`` or a `torch.dtype`.
+            Trained weights keep exact fp32 masters in host memory. None keeps each weight's own dtype.
+        micro_batch_size: samples that a layer runs at a time while its weights are on the device. Weights are
+            then copied only twice a step for any batch. None runs the whole batch at once.
+        activations: ``"recompute"`` runs a layer again in backward, as `torch.utils.checkpoint` does;
+            ``"recompute+offload"`` also keeps its inputs in host memory until then; ``"keep"`` keeps its
+            activations on the device. A list has one of them for each layer; a function takes a layer's index
+            and returns one.
+        device_memory: bytes of the GPU that this process may take, as a number or as ``"16GiB"``. Layers that
+            fit stay there.
         host_memory: bytes of host memory that the wrapped model may take, as a number or as ``"48GiB"``, for
-            all ranks of a machine; None is all that is free.
-        disk: a folder, or several on different drives, for optimizer state and weights that do not fit in
-            host memory; results are the same to the bit, and the files end with the process.
-        num_slots: layers that the device holds at a time; None is 2, and more where ``device_memory`` has
-            room.
-        batch_dims: the dimension of the batch of an argument of the layers, by the argument's name, or of the
-            hidden states of a list of layers, by its path or glob (None: do not cut), where
-            ``micro_batch_size`` does not find it.
-        update: ``"step"`` updates weights in ``optimizer.step()``; ``"backward"`` updates each layer as soon
-            as its gradient is in host memory, which then holds four layers' gradients instead of all, without
-            clipping or accumulation.
+            all ranks of a machine. None is all free memory.
+        disk: a folder, or several on different drives. Optimizer state and weights that do not fit in host
+            memory spill there. Results are bitwise the same, and the files are deleted with the process.
+        num_slots: layers that the device holds at a time. None is 2, and more if ``device_memory`` has room.
+        batch_dims: the dimension of the batch, if ``micro_batch_size`` does not find it: of an argument of
+            the layers, by the argument's name, or of the hidden states of a list of layers, by its path or
+            glob (None: do not cut).
+        update: ``"step"`` updates weights in ``optimizer.step()``. ``"backward"`` updates each layer as soon
+            as its gradient is in host memory, which then holds four layers' gradients instead of all, but
+            excludes clipping and gradient accumulation.
         grad_dtype: the dtype in which gradients of several backwards, micro-batches and ranks are added up:
             fp32, or None for that of the parameters, as PyTorch does.
-        compile: True passes the layers through `torch.compile`, once for all of one structure; a name or a
+        compile: True passes the layers through `torch.compile`, once for all of one structure. A name or a
             function is its backend.
-        init: a function of a module that sets its own parameters and buffers in place, as ``model.apply``
-            takes, for a model that was built under ``torch.device("meta")``, a layer at a time.
-        host_threads: threads that update weights; None is one for each core, less one that feeds a GPU.
-        process_group: the ranks that train this model together, a group of `torch.distributed` or a mesh:
-            each calls ``wrap`` with a device of its own and the same options, gradients are averaged over all
-            ranks, and the ranks of a machine share host memory; machines divide the optimizer state, unless
-            the first dimension of a two-dimensional mesh, over machines, makes them replicas.
+        init: a function that sets a module's own parameters and buffers in place, as ``model.apply`` takes,
+            for a model built under ``torch.device("meta")``. It runs one layer at a time.
+        host_threads: threads that update weights. None is one for each core, less one that feeds a GPU.
+        process_group: the ranks that train this model together, a group of `torch.distributed` or a mesh.
+            Each rank calls ``wrap`` with its own device and the same options. Gradients are averaged over all
+            ranks, and the ranks of a machine share host memory. Machines divide the optimizer state. With a
+            two-dimensional mesh, whose first dimension is over machines, each machine is a replica.
         gather_weights: True copies a different part of each layer to each GPU of a machine, and the GPUs
-            gather the others' parts, which is faster where they have links of their own (NVLink).
-        example: a batch (a tensor, a tuple of arguments, or a dict by name), of which only shapes and dtypes
-            count, to plan a step with: needed where an option is ``"auto"``, and a step that does not fit is
+            all-gather the parts. This is faster if they have links of their own (NVLink).
+        example: a batch (a tensor, a tuple of arguments, or a dict by name) to plan a step with; only its
+            shapes and dtypes count. An option of ``"auto"`` needs it. With it, a step that does not fit is
             refused before it runs.
-        machine: the name of a machine in `streamer.planner.machine`, or a `Machine`, by whose speed options
-            that are "auto" are chosen; None is an RTX 4090 where there is a GPU, else a CPU.
+        machine: the name of a machine in `streamer.planner.machine`, or a `Machine`. Its speed decides
+            options that are "auto". None is an RTX 4090 if there is a GPU, else a CPU.
         backend: the backend to run on, in place of the device's; a virtual one has no values.
 
     Raises:
         ValueError: for a path, an option or a parameter that cannot be used, naming the fix.
         DiskError: (an OSError) for a folder of ``disk`` that cannot be used, or is too full.
         MemoryError: if the device or the host has too little memory: one line with the bytes needed and free
-            and the fix, and the bytes by owner below it. It is raised before anything is allocated or
-            changed. After an error of ``init``, as after any later one, the parameters are put back, without
-            gradients; frozen ones that were moved stay rounded to ``dtype``.
+            and the fix, and the bytes by owner below it. It is raised before any allocation or change. After
+            an error of ``init``, or any later one, the parameters are restored, without gradients; frozen
+            ones that were moved stay rounded to ``dtype``.
     """
     _check_model(model)
     options = WrapOptions(
@@ -139,7 +139,7 @@ def wrap(
     )
     if process_group is None and alone_among() > 1:
         warn(
-            f"torch.distributed has {alone_among()} ranks, and each of them trains this model alone: give "
+            f"torch.distributed has {alone_among()} ranks, and each of them trains this model alone: pass "
             "wrap process_group=torch.distributed.group.WORLD to train it together"
         )
     with ExitStack() as undo:
@@ -163,7 +163,7 @@ def wrap(
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raise ValueError for a model that is none or is wrapped; warn of gradients that will be dropped."""
+    """Raise ValueError for a wrapped model or another object; warn of gradients that will be dropped."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"wrap takes an nn.Module, not a {type(model).__name__}")
     if any(home_of(param) is not None for param in model.parameters()):
@@ -174,7 +174,7 @@ def _check_model(model: nn.Module) -> None:
     if held := [name for name, param in model.named_parameters() if param.grad is not None]:
         warn(
             f"wrap drops the gradients of {shortened(held, most=2)}: wrap before their backward, or call "
-            "model.zero_grad() before wrap to be spared this"
+            "model.zero_grad() before wrap to avoid this"
         )
 
 
@@ -185,6 +185,6 @@ def _ranks(process_group: ProcessGroup | DeviceMesh | None, backend: Backend) ->
 
 
 def _tell_of_failure(ranks: Ranks, kind: object, error: BaseException | None, trace: object) -> None:
-    """Let the other ranks, which wait for this one, know why it does not come."""
+    """Send this rank's error to the other ranks, which wait for it."""
     if isinstance(error, Exception):
         ranks.tell(error)

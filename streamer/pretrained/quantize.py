@@ -276,8 +276,7 @@ def take_quantized(
     for why in dict.fromkeys(left.values()):
         names = {name for name, reason in left.items() if reason == why}
         warn(
-            f"{shortened(sorted(names))}: quantized in the files, and dequantized during reading, "
-            f"since {why}"
+            f"{shortened(sorted(names))}: quantized in the files, and dequantized during reading, since {why}"
         )
     _tell_transformers(model, model.config.quantization_config)
     if any(isinstance(it, StoredQuantized) and it.block for it in stored.values()):

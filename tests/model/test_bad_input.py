@@ -136,14 +136,14 @@ def test_the_snapshot_sees_a_wrap() -> None:
         ({"layers": "empty"}, r"'empty' is an empty list\. " + KNOWN),
         ({"layers": "nothing"}, r"'nothing' is an empty list\. " + KNOWN),
         ({"layers": ["blocks", "nowhere"]}, r"'nowhere': there is no such module\. " + KNOWN),
-        ({"layers": []}, r"layers is empty: give the path of a list of layers\. " + KNOWN),
+        ({"layers": []}, r"layers is empty: set it to the path of a list of layers\. " + KNOWN),
         ({"layers": 3}, "layers=3: it must be a dotted path, a glob, several of them, or None"),
         ({"num_slots": 0}, r"num_slots=0: it must be an integer of 1 or more"),
         ({"num_slots": 1.5}, r"num_slots=1\.5: it must be an integer of 1 or more"),
         ({"activations": "checkpoint"}, "activations='checkpoint' is unknown: " + POLICIES),
         ({"activations": None}, "activations=None: give one of 'recompute', .* a list"),
         ({"dtype": torch.float64}, r"torch\.float64.* " + DTYPES),
-        ({"dtype": "fp8"}, "dtype='fp8' is no dtype: use one of 'fp32', 'bf16', 'fp16', 'float32'"),
+        ({"dtype": "fp8"}, "dtype='fp8' is not a dtype: use one of 'fp32', 'bf16', 'fp16', 'float32'"),
         ({"device": "mps"}, r"device='mps' is not supported: use 'cuda' or 'cpu'"),
         ({"device": "gpu0"}, r"device='gpu0'.* use 'cuda' or 'cpu'"),
         ({"host_threads": 0}, "host_threads=0: it must be an integer from 1 to"),
@@ -194,7 +194,7 @@ def test_without_cuda_no_device_means_the_cpu(refuses: Refuses, monkeypatch: pyt
             "",
             r"layers='' has no module with parameters in it\. Found",
         ),
-        (nn.Sequential(nn.Linear(2, 2), nn.Tanh()), None, r"no list of like blocks.*'' \(2 x Linear\)"),
+        (nn.Sequential(nn.Linear(2, 2), nn.Tanh()), None, r"no list of similar blocks.*'' \(2 x Linear\)"),
         (
             nn.Sequential(nn.ParameterList([torch.ones(2, 2)]), nn.ParameterList([torch.ones(2, 2)])),
             "",
@@ -203,7 +203,7 @@ def test_without_cuda_no_device_means_the_cpu(refuses: Refuses, monkeypatch: pyt
         (
             nn.Sequential(nn.ParameterList([torch.ones(2, 2)]), nn.ParameterList([torch.ones(2, 2)])),
             None,
-            "layers=None: no list of like blocks",
+            "layers=None: no list of similar blocks",
         ),
     ],
 )
@@ -292,7 +292,7 @@ BAD_MODELS: list[tuple[Change, str]] = [
     ),
     (
         lambda model: model.to("meta"),
-        r"'blocks\.0\.weight' is on the meta device and has no values: give wrap\(init=",
+        r"'blocks\.0\.weight' is on the meta device and has no values: set wrap\(init=",
     ),
     *(
         (
@@ -528,7 +528,7 @@ def test_moving_and_casting(place: str) -> None:
 )
 def test_copying_and_pickling(duplicate: Callable[[object], object], place: str) -> None:
     match = (
-        r"cannot be pickled, nor copied by copy\.copy: take copy\.deepcopy\(model\).* or save model\.state_d"
+        r"cannot be pickled, nor copied by copy\.copy: use copy\.deepcopy\(model\).* or save model\.state_d"
     )
     with wrapped() as model:
         with pytest.raises(RuntimeError, match=match):

@@ -156,10 +156,10 @@ NEVER = "which has no forward and is never called: "
             "blocks.*.experts.*.drop",
             f"layers='blocks.*.experts.*.drop' matches no module with parameters. {KNOWN}",
         ),
-        (["blocks", EXPERTS], "has 'blocks.0' and 'blocks.0.experts.0', which is inside of it: leave one of"),
+        (["blocks", EXPERTS], "has 'blocks.0' and 'blocks.0.experts.0', which is inside it: leave one of"),
         (
             ["blocks.*.*.*", "blocks.*.*.*.up"],
-            "has 'blocks.0.experts.0' and 'blocks.0.experts.0.up', which is inside of it: leave one of them",
+            "has 'blocks.0.experts.0' and 'blocks.0.experts.0.up', which is inside it: leave one of them",
         ),
     ],
     ids=str,

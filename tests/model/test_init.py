@@ -200,7 +200,7 @@ def with_hook(model: GPT) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (in_part, r"h\.1' is on the meta device in part only \('transformer\.h\.1\.ln_1\.bias' is"),
+        (in_part, r"h\.1' is only partly on the meta device \('transformer\.h\.1\.ln_1\.bias' is"),
         (with_hook, r"parameter 'transformer\.wte\.weight' is on the meta device and has a hook"),
     ],
 )
@@ -214,7 +214,7 @@ def test_what_cannot_be_given_values_is_named(change: Callable[[GPT], None], mat
 def test_a_parameter_with_a_weak_reference_is_named_and_the_rest_put_back() -> None:
     model = shape()
     held = weakref.ref(model.transformer.h[1].ln_1.weight)
-    match = r"parameter 'transformer\.h\.1\.ln_1\.weight' cannot get values .*: let go of it before"
+    match = r"parameter 'transformer\.h\.1\.ln_1\.weight' cannot get values .*: release it before"
     with pytest.raises(ValueError, match=match):
         given_values(model)
     assert all(param.is_meta for param in model.parameters())

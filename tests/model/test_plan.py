@@ -91,7 +91,7 @@ def test_one_memory_is_not_counted_twice() -> None:
     [
         ({"machine": "rtx4090"}, r"there is no machine 'rtx4090': did you mean rtx-4090\? known are"),
         ({"machine": "abacus"}, "there is no machine 'abacus'"),
-        ({"activations": "auto"}, "plan takes options that are chosen"),
+        ({"activations": "auto"}, "plan does not choose options"),
         ({"slots": 2}, "plan knows no option 'slots'"),
         ({"layers": "h"}, "layers='h': there is no such module"),
         ({"num_slots": 0}, "num_slots=0: it must be an integer of 1 or more"),

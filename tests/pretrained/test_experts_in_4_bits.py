@@ -311,7 +311,7 @@ WHY = {
     "turned": r"the model transposes or interleaves them",
     "some exact": r"others that are in one tensor with them here are not quantized",
     "two kinds": r"they are one tensor here, and are not quantized alike",
-    "blocks": r"a matrix of 1056 values is no whole number of blocks of 64",
+    "blocks": r"a matrix of 1056 values is not a whole number of blocks of 64",
 }
 
 

@@ -361,7 +361,7 @@ def test_a_file_that_changes_is_an_error(tmp_path: Path) -> None:
         for number in (1, 2):
             a_step(model, optimizer, number)
     os.utime(path, ns=(was, was))
-    with pytest.warns(UserWarning, match="as an update that failed has left them"):
+    with pytest.warns(UserWarning, match="as a failed update has left them"):
         streamer.unwrap(model)
 
 

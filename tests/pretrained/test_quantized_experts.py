@@ -297,9 +297,7 @@ def test_what_is_skipped_stays_exact(word: str, mixture: Path) -> None:
             BF16 if word == "int8" else torch.uint8,
         ),
     }
-    refused(
-        r"'down_prj' matches the name of no linear .*experts", mixture, quantize=word, skip="down_prj"
-    )
+    refused(r"'down_prj' matches the name of no linear .*experts", mixture, quantize=word, skip="down_prj")
 
 
 def test_a_checkpoint_and_the_adapters(word: str, mixture: Path, tmp_path: Path) -> None:

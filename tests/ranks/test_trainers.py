@@ -167,4 +167,4 @@ def test_trainers_train_as_in_one_process(tmp_path: Path) -> None:
             np.testing.assert_allclose(first[name], value, rtol=1e-4, atol=1e-5, err_msg=told)
     for answer in refused[1:]:
         assert answer.startswith("mixed_precision='bf16'")
-        assert "give streamer.wrap dtype=torch.bfloat16" in answer
+        assert "pass streamer.wrap dtype=torch.bfloat16" in answer

@@ -419,7 +419,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     assert "can make no file there" in wrong(tmp_path, "/proc/self")
     for disk in ([], 7, [7], b"x", {"a": "b"}):
         told = wrong(tmp_path, disk)
-        assert told == f"disk={disk!r}: give a folder, or a list of folders on different drives"
+        assert told == f"disk={disk!r}: use a folder, or a list of folders on different drives"
 
 
 def test_a_budget_below_the_ring_says_the_least(tmp_path: Path) -> None:

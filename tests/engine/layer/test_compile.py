@@ -255,8 +255,8 @@ def test_an_error_of_the_layer_itself_comes_through() -> None:
     [
         (None, "use True, False, or a backend of torch.compile"),
         ([True], "use True, False, or a backend of torch.compile"),
-        ("", "compile='' is no backend of torch.compile; there are: .*inductor"),
-        ("nonsense", "compile='nonsense' is no backend of torch.compile; there are: .*inductor"),
+        ("", "compile='' is not a backend of torch.compile; there are: .*inductor"),
+        ("nonsense", "compile='nonsense' is not a backend of torch.compile; there are: .*inductor"),
     ],
 )
 def test_what_is_no_backend_is_refused(compile: Any, match: str) -> None:

@@ -414,9 +414,9 @@ def test_the_working_set_is_that_of_a_slice() -> None:
         ({"micro_batch_size": 0}, r"micro_batch_size=0: it must be an integer of 1 or more, or None"),
         ({"micro_batch_size": "4"}, r"micro_batch_size='4': it must be an integer of 1 or more, or None"),
         ({"micro_batch_size": True}, r"micro_batch_size=True: it must be an integer of 1 or more, or None"),
-        ({"batch_dims": {"mask": 0}}, "give micro_batch_size too"),
-        ({"micro_batch_size": 1, "batch_dims": ["mask"]}, "give a dict from the names of arguments"),
-        ({"micro_batch_size": 1, "batch_dims": {"mask": 0.0}}, "give a dict from the names of arguments"),
+        ({"batch_dims": {"mask": 0}}, "set micro_batch_size too"),
+        ({"micro_batch_size": 1, "batch_dims": ["mask"]}, "use a dict from the names of arguments"),
+        ({"micro_batch_size": 1, "batch_dims": {"mask": 0.0}}, "use a dict from the names of arguments"),
         (
             {"micro_batch_size": 1, "batch_dims": {"masks": 0}},
             "no layer takes an argument 'masks', .* first layer takes 'x', 'mask', .* are in 'layers'",

@@ -311,7 +311,7 @@ def test_policies_by_layer(activations: Any) -> None:
 @pytest.mark.parametrize(
     ("activations", "match"),
     [
-        (["keep"], r"activations=\[...\] has 1 entries, and there are 5 layers: give one for each"),
+        (["keep"], r"activations=\[...\] has 1 entries, and there are 5 layers: use one for each"),
         (["keep"] * 4 + ["drop"], r"activations\[4\]='drop' is unknown: use one of 'recompute', "),
         (lambda i: None, r"activations\(0\)=None is unknown: use one of 'recompute', "),
     ],
