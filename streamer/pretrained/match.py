@@ -1,4 +1,4 @@
-"""The tensors of the files that belong to each parameter and buffer of a model, and functions that read them."""
+"""The files' tensors for each parameter and buffer of a model, and functions that read them."""
 
 from __future__ import annotations
 
