@@ -1,13 +1,13 @@
 """A layer's arguments and results.
 
-[Note: key/value caches] A model with ``use_cache=True`` hands every layer one cache object and the layer
+[Note: key/value caches] A model with ``use_cache=True`` passes one cache object to every layer, and the layer
 appends its keys and values to it. A layer that runs again in backward appends them a second time and attends
 to both: wrong gradients and no error. In training an empty cache is therefore taken out of a layer's
 arguments, and one with tokens in it is refused.
 
-[Note: containers] What a layer puts into a dict or a list that it is given is an output of the layer, and is
-put into the caller's container: later layers of Gemma 3n and 4 use keys and values of earlier ones in that
-way. What it finds there is an input.
+[Note: containers] Tensors that a layer puts into a dict or list among its arguments are outputs of the layer,
+and go into the caller's container: later layers of Gemma 3n and 4 use keys and values of earlier ones in that
+way. Tensors already there are inputs.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from streamer.engine.tensors.nested import Rebuild, Tensors
 from streamer.quantized.parts import marked, plain_parts, plainly
 from streamer.torch_private import storage_id
 
-#: The tensors that a layer has computed, and what makes its result of them and of the inputs.
+#: The tensors that a layer has computed, and the function that builds its result from them and the inputs.
 Outputs = tuple[list[torch.Tensor], Rebuild]
 
 
 @dataclass(frozen=True)
 class PassedOn:
-    """Builds a layer's result of the tensors that leave it and, after them, those that it was given: an input
-    that it returns as it is, is the user's own tensor."""
+    """Builds a layer's result from its output tensors followed by its inputs. An input that the layer returns
+    unchanged is the user's own tensor."""
 
     rebuild: Rebuild
-    #: for each tensor of the result, which of the inputs it is
+    #: for each tensor of the result, the number of its input, or None
     places: Sequence[int | None]
 
     def __call__(self, tensors: Tensors) -> Any:
@@ -44,8 +44,8 @@ class PassedOn:
 
 
 def passed_on(outputs: list[torch.Tensor], rebuild: Rebuild, inputs: Tensors) -> Outputs:
-    """The ``outputs`` that are none of the ``inputs``, and what makes the result of those and of the
-    inputs."""
+    """The ``outputs`` that are not among the ``inputs``, and the function that builds the result from those
+    and the inputs."""
     places = {id(tensor): place for place, tensor in enumerate(inputs)}
     if places.keys().isdisjoint(map(id, outputs)):
         return outputs, rebuild
@@ -55,8 +55,8 @@ def passed_on(outputs: list[torch.Tensor], rebuild: Rebuild, inputs: Tensors) ->
 
 
 def containers(values: Iterable[Any]) -> list[Any]:
-    """The dicts and lists among ``values``, a layer's arguments, and in them, outer before inner: what the
-    layer may put tensors into."""
+    """The dicts and lists in ``values``, a layer's arguments, outer before inner: the layer may put tensors
+    into them."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, MutableMapping):
@@ -75,7 +75,8 @@ def added_to(box: Any, before: Any) -> Any:
 
 
 def hand_over(arguments: Iterable[Any], found: tuple[Any, Sequence[Any]]) -> Any:
-    """The layer's result. What it has put into its containers goes into the caller's. [Note: containers]"""
+    """The layer's result. Tensors that the layer put into its containers go into the caller's. [Note:
+    containers]"""
     result, added = found
     for box, more in zip(containers(arguments), added, strict=True):
         if more:
@@ -88,7 +89,7 @@ def without_caches(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``args`` and ``kwargs`` of a layer without empty caches. [Note: key/value caches]
 
-    Raises ValueError for a cache that holds tokens already.
+    Raises ValueError for a cache that already holds tokens.
     """
     caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
     if not caches:
@@ -108,7 +109,7 @@ def without_caches(
 def is_cache(value: object) -> bool:
     # the protocol of transformers.Cache, which need not be installed
     return (
-        not isinstance(value, torch.Tensor)  # to ask one for what it has not takes long
+        not isinstance(value, torch.Tensor)  # a tensor is slow to look up a missing attribute
         and hasattr(value, "get_seq_length")
         and (hasattr(value, "update") or hasattr(value, "reorder_cache"))
     )
@@ -120,7 +121,7 @@ def detached(inputs: Tensors) -> list[torch.Tensor]:
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    # of a parameter nobody else gets the memory
+    # the memory of a parameter goes to no other tensor
     return marked(plainly([tensor])[0]) if isinstance(tensor, Guarded) else tensor.detach()
 
 
@@ -130,7 +131,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def accumulator(leaf: torch.Tensor) -> Node:
-    """Where gradients come to ``leaf``, which requires one; to be called with gradients on."""
+    """The graph node that accumulates the gradient of ``leaf``, which requires one; to be called with
+    gradients on."""
     view = leaf.view_as(leaf).grad_fn
     node = None if view is None else view.next_functions[0][0]
     assert node is not None, "gradients are on"
@@ -138,7 +140,7 @@ def accumulator(leaf: torch.Tensor) -> Node:
 
 
 def let_go(leaves: Tensors) -> None:
-    """Let ``leaves`` of a graph hold no memory; gradients of their shapes come to them all the same."""
+    """Free the memory of ``leaves`` of a graph; they still receive gradients of their shapes."""
     for leaf in leaves:
         if is_plain(leaf):
             leaf.data = leaf.new_empty(0)

@@ -1,28 +1,29 @@
-"""Whether a layer's batch is where it is cut, and where it is in what the layer returns.
+"""Checks that a layer's batch is in the dimension that is cut, and finds it in the layer's outputs.
 
 [Note: the check of a batch]
-A layer computes each sample by itself. So two slices that it runs together give what they give apart, if they
-are cut along the batch. Cut along time they do not: attention, a convolution or a table of positions sees
-other tokens. The first time that a kind of layer is cut (a class and shapes of parameters in a list, and the
-arguments with the dimensions along which they are cut), the first two slices therefore run both ways, in
-evaluation mode, without dropout and without a graph. Random states, buffers and attributes are put back. The
-user's hooks inside of the layer are left out, unless the layer does not pass without them. Once a kind has
-passed, nothing is computed again, unless it returns other tensors than then.
+A layer computes each sample by itself. So two slices that run together must give the same results as the same
+slices apart, if they are cut along the batch. This fails if they are cut along time: attention, a convolution
+or a table of positions then reads other tokens. So the first two slices run both ways when a kind of layer is
+cut for the first time (a kind is a class and shapes of parameters in a list, and the arguments with the
+dimensions along which they are cut). These runs are in evaluation mode, without dropout and without a graph.
+Random states, buffers and attributes are restored. The user's hooks inside the layer are left out, unless the
+layer fails the check without them. Once a kind has passed, nothing is computed again, unless it returns other
+tensors than in the check.
 
-A tensor that is as long for both slices together as for each of them has no batch: then it must be the same
-for all. Any other one must be as long as both, and their results one after the other.
+A tensor that is as long for both slices together as for each of them has no batch: it must then be the same
+for all. Any other tensor must be as long as both, and equal the results of the slices one after the other.
 
-Kernels for batches of other lengths round otherwise. Differences are therefore taken relative to what the
-layer adds to its hidden states, or to the output itself where it has another shape. By that measure the right
+Kernels round differently for different batch lengths. Differences are therefore relative to the layer's
+change of its hidden states, or to the output itself if it has another shape. By that measure the right
 dimension gave up to 1e-7 in fp32 and 0 in bf16 and fp16 (on a CPU). The wrong one gave 0.18 or more for
-pre-norm blocks, causal or not, of widths 64 and 512 with hidden states of scales from 0.03 to 30; relative
-to the whole output it gave 1e-4 where hidden states were large. Attention that adds less than a fiftieth of
-what the rest of its layer adds (a five hundredth in fp32) is not noticed. Means of magnitudes are compared,
-so that a few tokens that go to another expert, because scores were rounded otherwise, do not count.
+pre-norm blocks, causal or not, of widths 64 and 512 with hidden states of scales from 0.03 to 30. Relative to
+the whole output it gave 1e-4 if hidden states were large. The check does not detect attention that adds less
+than a fiftieth of the rest of its layer (a five hundredth in fp32). Means of magnitudes are compared, so that
+a few tokens that go to another expert, because scores were rounded differently, do not count.
 
-A layer that looks across its batch (experts with a capacity), or that adds noise in evaluation, is refused
+A layer that computes across its batch (experts with a capacity), or that adds noise in evaluation, is refused
 as well, in training; in inference it then runs the whole batch. A dimension that ``batch_dims`` names for the
-hidden states is taken as it is, and values are not compared.
+hidden states is used as it is, and values are not compared.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from streamer.engine.unit import Unit
 from streamer.errors import warn
 from streamer.quantized.parts import plain_parts
 
-#: The relative difference that rounding may make in 16 bits, and in fp32, where TF32 may be on.
+#: The relative difference allowed for rounding in 16 bits, and in fp32, where TF32 may be on.
 ROUNDING, ROUNDING_FP32 = 0.02, 0.002
 
 
@@ -57,16 +58,16 @@ class Runs(Protocol):
     def unit(self) -> Unit: ...
 
     def run_aside(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
-        """What the layer returns for ``inputs`` on the slot ``weights``; nothing else is left of that run."""
+        """The layer's result for ``inputs`` on the slot ``weights``. The run has no side effects."""
 
 
 class WrongBatchError(AmbiguousBatchError):
-    """Slices of a batch do not give together what they give apart."""
+    """Two slices of a batch give other results together than apart."""
 
 
 def check_once(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensors) -> None:
-    """The first time that a kind of layer is cut: raise WrongBatchError if the first two slices that ``cut``
-    makes of ``inputs`` give other results together than apart, where ``call`` runs on the slot ``weights``.
+    """If this kind of layer is cut for the first time, raise WrongBatchError if the first two slices that
+    ``cut`` makes of ``inputs`` give other results together than apart; ``call`` runs on the slot ``weights``.
     [Note: the check of a batch]"""
     if cut.is_named or cut.kind in cut.checked.passed or inputs[cut.hidden].is_meta:
         return
@@ -81,7 +82,7 @@ def check_once(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tens
         raise WrongBatchError(
             f"micro_batch_size: layer '{call.unit.name}' computes other values for two slices together than "
             f"for each alone; {cut.described(inputs)}, or {{'{cut.layers}': {dim}}} if dimension {dim} is "
-            "the batch and the layer looks across it (experts with a capacity) or adds noise in evaluation"
+            "the batch and the layer computes across it (experts with a capacity) or adds noise in evaluation"
         )
     cut.checked.passed[cut.kind] = {pair.dims: pair.have_batch}
 
@@ -92,7 +93,7 @@ def passes(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensors)
         return False
     try:
         check_once(cut, call, weights, inputs)
-    except Exception as error:  # if it is the layer that fails, the whole batch shows that, too
+    except Exception as error:  # if the layer itself fails, the whole batch raises the error, too
         cut.checked.refused.add(cut.kind)
         warn(f"layer '{call.unit.name}' runs its whole batch without gradients: {error}")
         return False
@@ -106,8 +107,8 @@ def run_in_slices(
     inputs: Tensors,
     runs: Sequence[Callable[[Tensors], Outputs]],
 ) -> Joined:
-    """What ``call`` returns for ``inputs`` on the slot ``weights``, by ``runs``, one for each slice of them
-    that ``cut`` makes."""
+    """The result of ``call`` for ``inputs`` on the slot ``weights``, by ``runs``, one for each slice that
+    ``cut`` makes."""
     joined: Joined | None = None
     try:
         for number, run in enumerate(runs):
@@ -129,7 +130,7 @@ def run_in_slices(
 
 
 def _parts(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensors, outputs: Tensors) -> Parts:
-    """Where the batch is in ``outputs``, which the layer has returned for the first slice."""
+    """The batch dimensions of ``outputs``, which the layer has returned for the first slice."""
     known, dim, (_, length) = cut.checked.passed.setdefault(cut.kind, {}), cut.dim, cut.slices[0]
     lengths = [output.shape[dim] if output.dim() > dim else 0 for output in outputs]
     dims = tuple(output.dim() for output in outputs)
@@ -139,7 +140,7 @@ def _parts(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensors,
         if all(list(output.shape) == of_slice for output in outputs):
             known[dims] = [True] * len(outputs)
         elif inputs[cut.hidden].is_meta:
-            # in a plan there are no values
+            # a plan has no values to compare
             known[dims] = [each > 0 and not each % length for each in lengths]
         else:
             known[dims] = _Pair(cut, call, weights, inputs).have_batch
@@ -148,7 +149,7 @@ def _parts(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensors,
 
 
 def _without_hooks(compare: Callable[[], _Pair | None], modules: Sequence[nn.Module]) -> _Pair | None:
-    """What ``compare`` finds without the user's hooks on ``modules``; None where there are none."""
+    """The result of ``compare`` without the user's hooks on ``modules``; None if there are none."""
     hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
     if all(_is_of_torch(hook) for of_one in hooks for hook in of_one.values()):
         return None
@@ -156,7 +157,8 @@ def _without_hooks(compare: Callable[[], _Pair | None], modules: Sequence[nn.Mod
         with _without_users(hooks):
             return compare()
     except Exception:
-        # the layer may need a hook that computes a weight, say: it is to run with all of them next
+        # the layer may need a hook, for example one that computes a weight: the next try runs with all of
+        # them
         return None
 
 
@@ -170,7 +172,7 @@ class _Pair:
         self.given = [self.cut.inputs(self.both, number) for number in range(2)]
         self.together = call.run_aside(weights, self.both)
         self.apart = [call.run_aside(weights, each) for each in self.given]
-        # tensors that only some have returned `Joined` finds
+        # `Joined` finds tensors that only some slices have returned
         of_each = zip(self.together[0], *(outputs for outputs, _ in self.apart), strict=False)
         self.parts = [_part(cut.dim, lengths, tensors) for tensors in of_each]
         self.have_batch = [part is not None for part in self.parts]
@@ -178,7 +180,7 @@ class _Pair:
 
 
 def _compare(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensors) -> _Pair | None:
-    """Two slices that give the same together and apart, up to rounding; None if they do not."""
+    """Two slices that give the same results together and apart, up to rounding; None if they do not."""
     unit = call.unit
     with _in_evaluation(unit.modules), _WithoutDropout():
         pair = _Pair(cut, call, weights, inputs)
@@ -192,8 +194,8 @@ def _compare(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensor
 
 
 def _part(dim: int, lengths: Sequence[int], tensors: Sequence[torch.Tensor]) -> Part | None:
-    """Where the batch is in a tensor that the layer has returned for two slices of these ``lengths`` together
-    and, after that, for each."""
+    """The batch dimension of a tensor that the layer has returned for two slices of these ``lengths``
+    together and then for each."""
     sizes = [tensor.shape[dim] if tensor.dim() > dim else 0 for tensor in tensors]
     per_sample, rest = divmod(sizes[0], sum(lengths))
     is_of_each = sizes[1:] == [per_sample * length for length in lengths]
@@ -229,7 +231,7 @@ def _is_close(one: torch.Tensor, other: torch.Tensor, hidden: torch.Tensor, tole
     of_one, of_other = one.isfinite(), other.isfinite()
     if not torch.equal(of_one, of_other):
         return False
-    # rows that are padding all over may be NaN
+    # rows of padding alone may be NaN
     one, other = (tensor.where(of_one, 0) for tensor in (one, other))
     added = other
     if other.shape == hidden.shape and hidden.is_floating_point():
@@ -240,7 +242,7 @@ def _is_close(one: torch.Tensor, other: torch.Tensor, hidden: torch.Tensor, tole
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Leaves out the dropout that a layer does whether its modules are in training mode or not."""
+    """Leaves out dropout that a layer applies regardless of its modules' training mode."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -265,7 +267,7 @@ _DROPOUTS = frozenset(
 @contextmanager
 def _in_evaluation(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let ``modules`` be in evaluation mode inside the block."""
-    # not by `eval`, which modules may override to merge adapters, say
+    # not by `eval`, which modules may override, for example to merge adapters
     training = [module for module in modules if module.training]
     try:
         for module in training:
@@ -278,7 +280,7 @@ def _in_evaluation(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _without_users(hooks: Sequence[dict[int, Any]]) -> Iterator[None]:
-    """Let each of ``hooks``, of a module, have none inside the block but those of PyTorch, which compute
+    """Inside the block, each of ``hooks``, of a module, has no hooks except PyTorch's own, which compute
     weights."""
     before = [(of_one, dict(of_one)) for of_one in hooks if of_one]
     try:
@@ -290,7 +292,7 @@ def _without_users(hooks: Sequence[dict[int, Any]]) -> Iterator[None]:
     finally:
         for of_one, had in before:
             others = {key: hook for key, hook in of_one.items() if key not in had}
-            # in the order that they had
+            # restore their order
             of_one.clear()
             of_one.update(had | others)
 

@@ -1,4 +1,4 @@
-"""The gradients of a layer's parameters on their way into the gradient slot."""
+"""Copies the gradients of a layer's parameters into the gradient slot."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from streamer.torch_private import comes_to, keeps_graph
 
 
 def is_added_to(accumulator: Any) -> bool:
-    """Whether the backward that is running adds to the gradient for which ``accumulator`` stands in the
-    graph."""
+    """Whether the running backward adds to the gradient of the graph's node ``accumulator``."""
     try:
         return comes_to(accumulator)
     except RuntimeError as error:
-        # `torch.autograd.grad` was given that tensor; there is no other way to tell
+        # the tensor is an input of `torch.autograd.grad`; there is no other way to find out
         if "running autograd.grad()" not in str(error):
             raise
         return False
@@ -28,22 +27,22 @@ def graph_is_retained() -> bool:
     return bool(keeps_graph())
 
 
-#: Bytes of a gradient that waits for others of its size (of biases and norms), to be copied in one launch.
+#: Gradients up to this many bytes (of biases and norms) wait for others of their size: one launch copies them
+#: all.
 SMALL_BYTES = 1 << 16
 
 
 class Collector:
-    """Takes the gradients of ``unit`` to the gradient slot ``into`` (flat uint8) as autograd brings them, one
-    slice of the batch after another. Where ``in_fp32``, gradients of a shorter dtype are added up in fp32
-    first, which takes 4 bytes per element until `finish`.
-    """
+    """Copies the gradients of ``unit`` into the gradient slot ``into`` (flat uint8) as autograd computes
+    them, one slice of the batch after another. With ``in_fp32``, gradients of a shorter dtype are added up in
+    fp32 first, which takes 4 bytes per element until `finish`."""
 
     def __init__(self, unit: Unit, into: torch.Tensor, *, in_fp32: bool) -> None:
         slices = unit.layout.trainable
         self.used = [False] * len(slices)
-        #: small gradients and where they are to go
+        #: small gradients and their places
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
-        #: where gradients are added up, and where they are to be when that is done
+        #: the tensors in which gradients are added up, and their final places
         self._sums = self._places = unit.layout.views(into)[: len(slices)]
         if in_fp32 and any(slice.dtype != FP32 for slice in slices):
             sums = torch.empty(unit.layout.state_numel, dtype=FP32, device=into.device)
@@ -53,7 +52,7 @@ class Collector:
             ]
 
     def take(self, index: int, leaf: torch.Tensor) -> None:
-        """Autograd has set the gradient of ``leaf``, which stands for trainable parameter ``index``."""
+        """Autograd has set the gradient of ``leaf``, the leaf of trainable parameter ``index``."""
         gradient = leaf.grad
         assert gradient is not None, "called after autograd has set it"
         if gradient.is_sparse:
@@ -70,14 +69,14 @@ class Collector:
         leaf.grad = None
 
     def end_slice(self) -> None:
-        """Autograd has gone through a slice of the batch: copy the small gradients that wait."""
+        """Autograd has finished a slice of the batch: copy the small gradients that wait."""
         if self._waiting:
             places, gradients = zip(*self._waiting, strict=True)
             self._waiting.clear()
             torch._foreach_copy_(places, gradients)
 
     def finish(self) -> list[bool]:
-        """Returns, after all slices, which of the trainable parameters have a gradient in the slot."""
+        """Called after all slices. Returns which of the trainable parameters have a gradient in the slot."""
         for used, total, place in zip(self.used, self._sums, self._places, strict=True):
             if used and total is not place:
                 place.copy_(total)

@@ -18,8 +18,8 @@ def compiled(unit: Unit, backend: CompileBackend) -> Callable[..., Any]:
     """The forward of the unit's module, compiled.
 
     PyTorch caches compiled code by the code of the forward, and parameters are inputs of it. So layers of one
-    class with parameters of the same shapes share one compilation. Where it fails, RuntimeError says what to
-    do.
+    class with parameters of the same shapes share one compilation. If it fails, the RuntimeError tells the
+    remedy.
     """
     run = torch.compile(unit.module.forward, backend=backend)
 
@@ -34,8 +34,8 @@ def compiled(unit: Unit, backend: CompileBackend) -> Callable[..., Any]:
 
 
 def refuse_compiler_error(unit: Unit, error: RuntimeError) -> None:
-    """Raise RuntimeError that says what to do if ``error`` comes of compiling the layer ``unit``."""
-    # to import it takes a second, which users who compile nothing need not wait for
+    """Raise RuntimeError with the remedy if ``error`` was caused by compiling the layer ``unit``."""
+    # the import takes a second; users who compile nothing need not wait
     dynamo: Any = sys.modules.get("torch._dynamo.exc")
     if dynamo is not None and isinstance(error, dynamo.TorchDynamoException):
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

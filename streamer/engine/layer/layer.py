@@ -1,18 +1,18 @@
-"""A streamed layer: its forward runs on the slot that it is in then, its backward on the slot that it is in
-by then.
+"""A streamed layer: its forward and its backward each run on the slot that holds the layer at that time.
 
-[Note: the layer] A layer is a function of its weights. One `autograd.Function` stands for it in the user's
-graph. The layer's own graph is a separate one, which begins at the detached inputs and at views of a slot.
-What it saves depends on the policy, `wrap(activations=...)`:
+[Note: the layer]
+A layer is a function of its weights. One `autograd.Function` represents it in the user's graph. The layer's
+own graph is separate: it begins at the detached inputs and at views of a slot. The policy,
+`wrap(activations=...)`, determines what that graph saves:
 
-- "recompute" runs the layer under `torch.utils.checkpoint`, which drops what the graph saves. Backward's
-  first unpack runs the layer again, on the slot that it is in by then. Random states, autocast, early stop
-  and the check that both runs save the same are PyTorch's, and so is the contract;
+- "recompute" runs the layer under `torch.utils.checkpoint`, which drops the tensors that the graph saves.
+  Backward's first unpack runs the layer again, on the slot that holds it at that time. Random states,
+  autocast, early stop and the check that both runs save the same tensors are PyTorch's, and so is the
+  contract;
 - "recompute+offload" does the same, and the inputs wait in host memory: [Note: saved inputs];
 - "keep" saves a view of the slot as its offset, size and stride, and everything else as it is.
 
-Slots hold other layers in between, so the layer's own graph must not be entered but by the layer's own
-backward.
+Slots hold other layers in between, so only the layer's own backward may enter the layer's own graph.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ OutputGradients = Sequence[torch.Tensor | None]
 
 
 class Policy(NamedTuple):
-    """What is kept of a layer's forward until its backward. [Note: the layer]"""
+    """The data of a layer's forward that is kept until its backward. [Note: the layer]"""
 
     keeps_graph: bool = False
     offloads_inputs: bool = False
@@ -92,16 +92,16 @@ POLICIES = {
 
 
 class Call(NamedTuple):
-    """A layer's forward and its arguments but for tensors: ``rebuild`` makes of those (args, kwargs, what is
-    in place of `Unit.shared`)."""
+    """A layer's forward and its arguments without their tensors. ``rebuild`` builds (args, kwargs,
+    replacements of `Unit.shared`) from the tensors."""
 
     unit: Unit
     forward: Forward
     rebuild: Rebuild
 
     def run(self, inputs: Tensors) -> Outputs:
-        """The tensors in the layer's result, and after that in what it has put into containers that it was
-        given. [Note: containers]"""
+        """The tensors in the layer's result, followed by those that it has put into containers among its
+        arguments. [Note: containers]"""
         args, kwargs, shared = self.rebuild(inputs)
         self.unit.register_shared(shared)
         boxes = containers((*args, *kwargs.values()))
@@ -111,9 +111,8 @@ class Call(NamedTuple):
         return passed_on(*flatten((result, added)), inputs)
 
     def run_aside(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
-        """What `run` returns for ``inputs`` on the slot ``weights``. Nothing else is left of that run: its
-        graph saves nothing, the layer's buffers and tensor attributes and all random states are what they
-        were."""
+        """The result of `run` for ``inputs`` on the slot ``weights``, without side effects: its graph saves
+        nothing, and the layer's buffers and tensor attributes and all random states are restored."""
         unit = self.unit
         devices = [weights.device] if weights.device.type == "cuda" else []
         saves_nothing = saved_tensors_hooks(lambda _: None, _nothing_saved)
@@ -127,24 +126,24 @@ class Call(NamedTuple):
 
 
 def _nothing_saved(_: object) -> torch.Tensor:
-    raise AssertionError("nobody goes back through a run aside")
+    raise AssertionError("a side run has no backward")
 
 
 class _Frame:
-    """What the layer's own graph needs to run the layer again. The graph holds this object, which must not
-    hold the graph: nobody would see the circle."""
+    """The state that the layer's own graph needs to run the layer again. The graph holds this object. It must
+    not hold the graph: the garbage collector could not find that cycle."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        #: the slot with the weights, and the inputs, while the layer's forward or backward runs
+        #: the slot with the weights, and the inputs, during the layer's forward or backward
         self.weights: torch.Tensor | None = None
         self.inputs: Tensors = ()
         self.rebuild: Rebuild | None = None
-        #: what the first run has changed, as it was before
+        #: the state that the first run has changed, from before that run
         self._before: Taken | None = None
 
     def run(self, _: object = None) -> tuple[torch.Tensor, ...]:
-        """The layer's tensors. The second run begins with what the first one began with."""
+        """The layer's tensors. The second run starts from the same state as the first."""
         self.check()
         unit, is_first = self.call.unit, self.rebuild is None
         before = unit.state.take() if is_first else self._before
@@ -159,7 +158,7 @@ class _Frame:
         return tuple(outputs)
 
     def check(self) -> torch.Tensor:
-        """The slot. Raises RuntimeError unless the layer's own forward or backward runs."""
+        """The slot. Raises RuntimeError unless the layer's own forward or backward is running."""
         if self.weights is None:
             raise leaked(self.call.unit.name)
         return self.weights
@@ -173,25 +172,25 @@ class LayerRun:
         self.executor = executor
         self.call = call
         self.policy = policy
-        #: counts what the run keeps on the device
+        #: counts the bytes that the run keeps on the device
         self.held: object = None
         self._frame = _Frame(call)
-        #: where the layer's own graph begins; it holds no memory between forward and backward
+        #: the beginning of the layer's own graph; it holds no memory between forward and backward
         self._inputs: list[torch.Tensor] = []
-        #: what has come to them
+        #: their gradients so far
         self._gradients: list[torch.Tensor | None] = []
-        #: where gradients come in, for each output that may bring one; edges, since tensors would hold memory
+        #: the entry of gradients for each output that may have one; edges, since tensors would hold memory
         self._outputs: list[GradientEdge | None] | None = None
         self._contexts: InContexts | None = None
 
     @property
     def needs_backward(self) -> bool:
-        """Whether a gradient may come to one of the outputs."""
+        """Whether one of the outputs may get a gradient."""
         return any(edge is not None for edge in self._outputs or ())
 
     def first_run(self, weights: torch.Tensor, inputs: Tensors) -> Outputs:
-        """The tensors that leave the layer, and what makes its result of them. The weights are in the slot
-        ``weights``."""
+        """The output tensors of the layer, and the function that builds its result from them. The weights are
+        in the slot ``weights``."""
         unit, frame = self.call.unit, self._frame
         self._inputs, self._gradients = detached(inputs), [None] * len(inputs)
         ends = []  # held until the graph holds them
@@ -210,7 +209,7 @@ class LayerRun:
             unit.restore()
             frame.weights, frame.inputs = None, ()
         assert frame.rebuild is not None, "it has run"
-        # to look through the graph takes as long as a small layer
+        # searching the graph takes as long as a small layer
         if unit.has_contexts or storage_owners(weights) > owners:
             self._contexts = InContexts(outputs, weights)
             unit.has_contexts = bool(self._contexts)
@@ -219,7 +218,7 @@ class LayerRun:
         return [output.detach() for output in outputs], frame.rebuild
 
     def _checkpointed(self, weights: torch.Tensor) -> Sequence[torch.Tensor]:
-        # the tensor tells PyTorch of which device it is to keep the random state
+        # the tensor selects the device whose random state is kept
         blank = self.executor.blank
         found: Sequence[torch.Tensor] = checkpoint(self._frame.run, blank, use_reentrant=False)
         return found
@@ -232,8 +231,8 @@ class LayerRun:
             if aliases(saved, weights):
                 return place_of(saved, weights)
             held.update(storages([saved]))
-            # a node may save its own output, which would keep the node, and so itself, for good; an input's
-            # leaf is about to be let go
+            # a node may save its own output, which would keep the node, and so itself, for good; the memory
+            # of an input's leaf is about to be freed
             return Saved.now(saved.detach())
 
         def unpack(saved: Saved | SlotView | Remade) -> torch.Tensor:
@@ -248,12 +247,12 @@ class LayerRun:
     def go_back(
         self, weights: torch.Tensor, inputs: Tensors, gradients: OutputGradients, collector: Collector | None
     ) -> list[torch.Tensor | None]:
-        """From the gradients of the outputs those of the inputs. Those of parameters go to ``collector``;
-        without one they are not made. The weights are in the slot ``weights``."""
+        """The gradients of the inputs, from those of the outputs. Those of parameters go to ``collector``;
+        without one they are not computed. The weights are in the slot ``weights``."""
         unit, frame, ends, keeps = self.call.unit, self._frame, self._outputs, graph_is_retained()
         if ends is None:
             raise RuntimeError(
-                f"layer '{unit.name}' is gone through backward a second time: call "
+                f"layer '{unit.name}' runs backward a second time: call "
                 "backward(retain_graph=True) the first time"
             )
         if not keeps:
@@ -268,7 +267,7 @@ class LayerRun:
         try:
             if self._contexts is not None:
                 self._contexts.point(unit, weights)
-            # for checkpoints inside of the layer too, which run a part of it again
+            # also for checkpoints inside the layer, which run a part of it again
             unit.show(unit.leaves(weights))
             _go_through(pairs, self._inputs, collector, keeps)
         finally:
@@ -276,15 +275,15 @@ class LayerRun:
             frame.weights, frame.inputs, unit.collector = None, (), None
             come = zip(self._gradients, self._inputs, strict=True)
             found = [leaf.grad if gradient is None else gradient for gradient, leaf in come]
-            # a graph that is kept may be gone through again, even after an error
+            # a retained graph may run backward again, even after an error
             for place, leaf in enumerate(self._inputs):
                 self._gradients[place] = leaf.grad = None
         return found
 
 
 def _take(found: list[torch.Tensor | None], place: int, gradients: tuple[torch.Tensor, ...]) -> tuple[None]:
-    """The gradient of an input has come: take it as it is. Autograd would copy one whose strides are not its
-    leaf's, and other strides mean other rounding in the layer before."""
+    """An input's gradient has arrived: keep it as it is. Autograd would copy a gradient whose strides differ
+    from its leaf's, and other strides mean other rounding in the layer before."""
     (found[place],) = gradients
     return (None,)
 
@@ -299,7 +298,7 @@ def _go_through(
         return
     ends, gradients = zip(*pairs, strict=True)
     if collector is not None:
-        # autograd has made these gradients itself: to look at them again would take half of the time
+        # autograd has computed these gradients itself: checking them again would take half of the time
         run_backward(ends, gradients, keeps, False, (), allow_unreachable=True, accumulate_grad=True)
         collector.end_slice()
     elif wanted := [tensor for tensor in inputs if tensor.requires_grad]:
@@ -307,8 +306,8 @@ def _go_through(
 
 
 class LayerCall:
-    """One call of a layer and the backward that belongs to it: a run for each slice of the batch that ``cut``
-    makes, one run of all where that is None."""
+    """One call of a layer and its backward: one run for each slice of the batch that ``cut`` makes, or one
+    run of the whole batch if that is None."""
 
     def __init__(self, executor: Executor, call: Call, policy: Policy, cut: BatchSlices | None) -> None:
         self.executor = executor
@@ -319,55 +318,56 @@ class LayerCall:
         self.saves_inputs = not policy.keeps_graph
         slices = 1 if cut is None else len(cut.slices)
         self.runs = [LayerRun(executor, call, policy) for _ in range(slices)]
-        #: what leaves the layer, until it has
+        #: the output tensors of the layer, until it has returned
         self.outputs: list[torch.Tensor] = []
-        #: the number under which `InputPager` has inputs, and which of them, if it has any
+        #: the number of inputs in `InputPager`, and which of the inputs they are, if there are any
         self._number: int | None = None
         self._paged: Sequence[bool] = ()
         self._cut = cut
         self._shapes: Sequence[torch.Size] = ()
         self._parts: Parts = ()
-        #: counts what waits for backward on the device
+        #: counts the bytes that wait for backward on the device
         self._held: object = None
 
     def page_out(self, inputs: Tensors) -> None:
-        """Those of ``inputs`` that are to wait in host memory leave for it."""
+        """Copy those of ``inputs`` that wait in host memory to it."""
         if self.policy.offloads_inputs:
             self._paged = [self.executor.inputs.takes(tensor) for tensor in inputs]
             if any(self._paged):
                 self._number = self.executor.inputs.save(self, list(compress(inputs, self._paged)))
 
     def run(self, inputs: Tensors, weights: torch.Tensor) -> Outputs:
-        """The tensors in the layer's result, and what makes it of them, on the slot ``weights``."""
+        """The tensors in the layer's result, and the function that builds it from them, on the slot
+        ``weights``."""
         if self._cut is None:
             return self.runs[0].first_run(weights, inputs)
         self._shapes = [tensor.shape for tensor in inputs]
         runs = [partial(run.first_run, weights) for run in self.runs]
         check_once(self._cut, self.call, weights, inputs)
         joined = run_in_slices(self._cut, self.call, weights, inputs, runs)
-        # not more of it: what has left the layer holds this object
+        # only this part of it: the layer's outputs hold this object
         self._parts = joined.parts
         return joined.tensors, joined.rebuild
 
     @property
     def needs_backward(self) -> bool:
-        """Whether a gradient may come to one of the outputs."""
+        """Whether one of the outputs may get a gradient."""
         return any(run.needs_backward for run in self.runs)
 
     def keep(self, inputs: Tensors) -> None:
-        """The layer has run: count what waits for its backward on the device."""
+        """The layer has run: count the bytes that wait for its backward on the device."""
         if self.saves_inputs:
             self._held = self.executor.saved.hold(storages(self.kept(inputs)))
 
     def kept(self, inputs: Tensors) -> Tensors:
-        """Those of ``inputs`` that wait for backward on the device."""
+        """The ``inputs`` that wait for backward on the device."""
         if not self.saves_inputs:
             return ()
         return inputs if self._number is None else [*compress(inputs, map(operator.not_, self._paged))]
 
     def backward(self, kept: Tensors, gradients: OutputGradients, *, adds: bool) -> list[torch.Tensor | None]:
-        """The gradients of the inputs, from those of the outputs; with ``adds`` those of the parameters leave
-        for the host. ``kept`` are the inputs that were saved on the device."""
+        """The gradients of the inputs, from those of the outputs; with ``adds``, those of the parameters are
+        copied to the host. ``kept`` are the inputs that were saved on the device."""
         unit, executor = self.call.unit, self.executor
         if executor.released:
             raise RuntimeError(
@@ -400,9 +400,9 @@ class LayerCall:
         inputs: Tensors,
         gradients: OutputGradients,
     ) -> tuple[list[bool], list[torch.Tensor | None]]:
-        """The work of `backward`: from the weights in a slot and the gradients of the outputs to those of the
-        parameters, which it writes ``into`` a gradient slot if there is one, and of the inputs. Says which
-        parameters have one."""
+        """The work of `backward`: computes the gradients of the inputs from the weights in a slot and the
+        gradients of the outputs. Writes those of the parameters ``into`` a gradient slot if there is one.
+        Also returns which parameters have a gradient."""
         unit, cut = self.call.unit, self._cut
         in_fp32 = cut is not None and self.executor.sum_in_fp32
         collector = None if into is None else Collector(unit, into, in_fp32=in_fp32)
@@ -419,7 +419,7 @@ class LayerCall:
         return used, found
 
     def _give_up(self) -> None:
-        """Hold nothing any more: no other backward comes."""
+        """Release everything: there will be no other backward."""
         self._held = None
         if self._number is not None:
             self.executor.inputs.forget(self._number)
@@ -433,9 +433,8 @@ MakeCall = Callable[[Executor, Call, Policy, BatchSlices | None], LayerCall]
 class _Layer(torch.autograd.Function):
     """A streamed layer in the user's graph: tensors in, tensors out.
 
-    The ``token`` is a leaf that requires a gradient, so that backward comes here though none of the inputs
-    does. A backward that is for some tensors only does not come to it: then the parameters' gradients are not
-    asked for.
+    The ``token`` is a leaf that requires a gradient, so that backward runs even if no input requires one. A
+    backward for selected tensors does not reach the token: then the parameters' gradients are not needed.
     """
 
     @staticmethod
@@ -476,7 +475,8 @@ class _Layer(torch.autograd.Function):
 
 
 class StreamedLayer:
-    """Stands in for the ``forward`` of the module of ``unit``; ``forward`` is its own, or that compiled."""
+    """Replaces the ``forward`` of the module of ``unit``; ``forward`` is the module's own, or its compiled
+    version."""
 
     def __init__(
         self, executor: Executor, unit: Unit, policy: Policy, micro_batches: MicroBatches, forward: Forward
@@ -491,13 +491,13 @@ class StreamedLayer:
         self._plain: Forward = unit.module.forward
 
     def call_as(self, call: MakeCall) -> None:
-        """Let ``call`` build the calls of the layer, as a plan's are."""
+        """Let ``call`` build the calls of the layer; a plan does so."""
         self._make_call = call
 
     @never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self._train if torch.is_grad_enabled() else self._infer
-        # a module around it may have switched subclasses off: `plain_forwards`
+        # a surrounding module may have switched subclasses off: `plain_forwards`
         with SubclassesOn():
             refuse_transforms(self._unit.name)
             # compiled code would not record
@@ -507,7 +507,7 @@ class StreamedLayer:
             return recording.hand_on(run(recording, args, kwargs))
 
     def _train(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the layer with a graph of its own, which `_Layer` goes back through."""
+        """Run the layer with a graph of its own, which `_Layer` uses in backward."""
         executor, unit = self._executor, self._unit
         args, kwargs = without_caches(args, kwargs, unit.name)
         inputs, rebuild = flatten((args, kwargs, tuple(each.param for each in unit.shared)))
@@ -528,7 +528,7 @@ class StreamedLayer:
         return hand_over((*args, *kwargs.values()), build((*outputs, *inputs)))
 
     def _infer(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the layer without a graph, on the very objects that it was given: it may write into a cache."""
+        """Run the layer without a graph, on the caller's own objects: it may write into a cache."""
         unit = self._unit
         with (
             self._executor.forward(unit, Phase.INFERENCE) as weights,
@@ -542,7 +542,7 @@ class StreamedLayer:
     ) -> Any:
         unit = self._unit
         inputs, rebuild = flatten((args, kwargs, tuple(each.param for each in unit.shared)))
-        # generation comes by sequences as long as the batch: all of them at a time is never wrong
+        # generation has sequences as long as the batch: running all of them at once is never wrong
         cut, call = None, Call(unit, forward, rebuild)
         with suppress(AmbiguousBatchError):
             if not any(map(is_cache, (*args, *kwargs.values()))):
@@ -550,7 +550,7 @@ class StreamedLayer:
         if cut is not None and passes(cut, call, weights, inputs):
             return self._infer_in_slices(weights, cut, call, (*args, *kwargs.values()), inputs)
         outputs, rebuild_result = flatten(forward(*args, **kwargs))
-        # a tensor that it was given it may return
+        # it may return one of its own arguments
         own = {id(tensor) for tensor in inputs}
         made = iter(apart([out for out in outputs if id(out) not in own], (weights,)))
         return rebuild_result([out if id(out) in own else next(made) for out in outputs])

@@ -1,26 +1,26 @@
-"""A layer's batch, cut into micro-batches that meet its weights one after another.
+"""A layer's batch, cut into micro-batches that run on its weights one after another.
 
 [Note: micro-batches]
-A layer that is given a large batch runs it in slices while its weights are in the slot, so that they cross
-the bus twice a step whatever the batch, and what it computes takes the memory of one slice. The batch is the
-first dimension of the hidden states, which are the first tensor of floating point among the arguments. An
-argument of the same shape, or whose first dimension is as long, is cut too; every other one goes to each
-slice whole. Nothing is cut beside a nested tensor (of sequences that differ in length; evaluation of
-`nn.TransformerEncoder` makes one of a padded batch).
+A layer runs a large batch in slices while its weights are in the slot. So the weights cross the bus twice a
+step whatever the batch, and the layer's own tensors take the memory of one slice. The batch is the first
+dimension of the hidden states, which are the first floating-point tensor among the arguments. An argument of
+the same shape, or whose first dimension is as long, is cut too; every other argument goes to each slice
+whole. If there is a nested tensor (of sequences that differ in length; evaluation of `nn.TransformerEncoder`
+makes one of a padded batch), nothing is cut.
 
 A length may be that of the batch by chance, and the first dimension of the hidden states need not be the
 batch: layers compute on ``[time, batch, width]``, on one sequence ``[time, width]``, or on the tokens of all
-sequences one after another. `batch_check` finds out, once for each kind of layer: two slices must give
-together what they give apart. The user may say it, too: ``batch_dims`` takes names of arguments, and paths of
-lists of layers or globs of them. A dimension that it names for the hidden states is taken as it is; the other
-arguments that are as long must be named then.
+sequences one after another. `batch_check` finds out, once for each kind of layer: two slices must give the
+same results together and apart. The user may also name the dimension: ``batch_dims`` takes names of
+arguments, and paths of lists of layers or globs of them. A dimension that it names for the hidden states is
+used as it is; other arguments of the same length must then be named.
 
-What the layer returns is put together along the batch, or is the same for all slices; the check sees which. A
-tensor may have several entries per sample (router logits have one per token).
+A layer's outputs are concatenated along the batch, or are the same for all slices; the check finds out which.
+A tensor may have several entries per sample (router logits have one per token).
 
-Random numbers are drawn slice after slice, in each layer. A layer that looks across its batch (batch
-normalisation, experts with a capacity, a state that it keeps) sees one slice after another, as with gradient
-accumulation: running statistics take in each slice, and count it.
+Random numbers are drawn slice after slice, in each layer. A layer that computes across its batch (batch
+normalisation, experts with a capacity, a state that it keeps) processes one slice after another, as with
+gradient accumulation: running statistics include each slice, and count it.
 """
 
 from __future__ import annotations
@@ -39,33 +39,32 @@ from streamer.torch_private import is_sparse
 
 
 class Part(NamedTuple):
-    """Where the batch is in a tensor: the dimension, and how many of its entries belong to one sample."""
+    """The batch in a tensor: its dimension, and the number of entries that belong to one sample."""
 
     dim: int
     per_sample: int = 1
 
     def of(self, tensor: torch.Tensor, start: int, length: int) -> torch.Tensor:
-        """What belongs to ``length`` samples from ``start`` on; a view."""
+        """The entries of ``length`` samples from ``start`` on; a view."""
         return tensor.narrow(self.dim, start * self.per_sample, length * self.per_sample)
 
 
-#: For each of some tensors where its batch is; None where it has none, and every slice is given all of it.
+#: For each of some tensors the place of its batch; None if it has none and goes to every slice whole.
 Parts = Sequence[Part | None]
 
 
 @dataclass
 class Checked:
-    """What is known of the kinds of layers and arguments of one model: for each that has passed the check, by
-    the numbers of dimensions of the tensors that it returns, which of them have a batch; those that have not
-    passed."""
+    """The checked kinds of layers and arguments of one model. For kinds that have passed, the batch
+    dimensions of the returned tensors, by their numbers of dimensions; and the kinds that have failed."""
 
     passed: dict[Hashable, dict[tuple[int, ...], list[bool]]] = field(default_factory=dict)
     refused: set[Hashable] = field(default_factory=set)
 
 
 class BatchSlices(NamedTuple):
-    """Slices of one batch: where each starts and how long it is, where the batch is in each tensor that the
-    layer is given, and in which dimension of what it returns."""
+    """Slices of one batch: the start and length of each, the place of the batch in each argument tensor, and
+    the dimension of the batch in the outputs."""
 
     slices: Sequence[tuple[int, int]]
     parts: Parts
@@ -74,27 +73,27 @@ class BatchSlices(NamedTuple):
     hidden: int
     #: the names of the arguments that are cut, the hidden states' first
     names: Sequence[str]
-    #: the path of the list that has the layer
+    #: the path of the list that holds the layer
     layers: str
     kind: Hashable
     checked: Checked
-    #: whether the user has said what the batch of the hidden states is
+    #: whether the user has named the batch of the hidden states
     is_named: bool = False
 
     def inputs(self, inputs: Tensors, number: int) -> list[torch.Tensor]:
-        """The tensors that slice ``number`` is given, detached from the user's graph."""
+        """The tensors of slice ``number``, detached from the user's graph."""
         start, length = self.slices[number]
         return [
             # no-grad mode would leave requires_grad out
             tensor
             if part is None
-            # detached again: no view, so that what is a view of it can be told
+            # detached again: not a view, so that views of it can be recognized
             else part.of(tensor.detach(), start, length).detach().requires_grad_(tensor.requires_grad)
             for tensor, part in zip(inputs, self.parts, strict=True)
         ]
 
     def described(self, inputs: Tensors) -> str:
-        """What is cut, and the ways to have it cut otherwise."""
+        """A description of the cut tensors, and of the other ways to cut them."""
         shape, (_, length) = tuple(inputs[self.hidden].shape), self.slices[0]
         other = 0 if self.dim else 1
         instead = f"{{'{self.layers}': {other}}} if dimension {other} is the batch, "
@@ -106,7 +105,7 @@ class BatchSlices(NamedTuple):
         )
 
     def explain(self, error: Exception, layer: str, inputs: Tensors) -> None:
-        """Add to an ``error`` of ``layer`` that it was run on a slice, which may be why."""
+        """Add to an ``error`` of ``layer`` that it ran on a slice, a possible cause."""
         if not isinstance(error, torch.OutOfMemoryError):
             error.add_note(
                 f"micro_batch_size: layer '{layer}' was run on a part of its batch; {self.described(inputs)}"
@@ -115,8 +114,8 @@ class BatchSlices(NamedTuple):
     def gradients(
         self, gradients: Sequence[torch.Tensor | None], parts: Parts, number: int
     ) -> list[torch.Tensor | None]:
-        """The parts of the outputs' gradients that are for slice ``number``; ``parts`` says where each has
-        the batch. The gradient of an output that all slices have goes to the first slice."""
+        """The parts of the outputs' gradients that belong to slice ``number``; ``parts`` tells the batch of
+        each. The gradient of an output that all slices share goes to the first slice."""
         start, length = self.slices[number]
         return [
             (gradient if number == 0 else None)
@@ -127,10 +126,10 @@ class BatchSlices(NamedTuple):
 
 
 class Joined:
-    """What a layer returns for a whole batch, put together from what it returns for slices of it."""
+    """A layer's result for a whole batch, put together from its results for slices."""
 
     def __init__(self, layer: str, cut: BatchSlices, parts: Parts) -> None:
-        """``parts`` says where the batch is in each tensor; None for one that all slices have alike."""
+        """``parts`` tells the batch of each tensor; None for a tensor that is the same in all slices."""
         self.tensors: list[torch.Tensor] = []
         #: builds the layer's result around them and, after them, the inputs
         self.rebuild: Rebuild
@@ -140,10 +139,10 @@ class Joined:
         self._constants: list[object] = []
 
     def add(self, number: int, outputs: Tensors, rebuild: Rebuild, given: Tensors) -> None:
-        """Slice ``number``, which was given the tensors ``given``, has returned what ``rebuild`` makes of
-        ``outputs`` and ``given``.
+        """Slice ``number`` ran on the tensors ``given`` and has returned the result that ``rebuild`` builds
+        from ``outputs`` and ``given``.
 
-        Raises ValueError where that cannot be put together with what others have returned.
+        Raises ValueError if it does not fit the results of other slices.
         """
         if any(map(is_sparse, outputs)):
             raise self._cannot_join("returns a sparse tensor, which PyTorch cannot put together")
@@ -163,7 +162,7 @@ class Joined:
         return output.new_empty(shape)
 
     def _take(self, index: int, number: int, output: torch.Tensor) -> None:
-        """Slice ``number`` has ``output`` as number ``index`` of what it returns."""
+        """Slice ``number`` has returned ``output`` at position ``index`` of its result."""
         whole, part, (start, length) = self.tensors[index], self.parts[index], self._cut.slices[number]
         into = whole if part is None else part.of(whole, start, length)
         is_like = (into.shape, into.dtype) == (output.shape, output.dtype)
@@ -194,7 +193,7 @@ class JoinedGradients:
         self._shapes = shapes
 
     def add(self, number: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Slice ``number`` has brought ``gradients``, None for inputs that it does not depend on."""
+        """Slice ``number`` has computed ``gradients``, None for inputs that it does not depend on."""
         start, length = self._cut.slices[number]
         for index, (gradient, part) in enumerate(zip(gradients, self._cut.parts, strict=True)):
             total = self.tensors[index]
@@ -204,20 +203,20 @@ class JoinedGradients:
                 self.tensors[index] = gradient if total is None else total + gradient
                 continue
             if total is None:
-                # zeros, for slices that bring none
+                # zeros, for slices without a gradient
                 self.tensors[index] = total = gradient.new_zeros(self._shapes[index])
             part.of(total, start, length).copy_(gradient)
 
 
 class AmbiguousBatchError(ValueError):
-    """Which arguments begin with the batch is ambiguous, or one of them cannot be cut."""
+    """Whether an argument begins with the batch is ambiguous, or an argument cannot be cut."""
 
 
 class MicroBatches:
-    """Cuts the batches of one layer into slices of ``size``; whole where that is None. ``batch_dims`` gives
-    the batch dimension of arguments by name, None for those that have none, and by the path or glob of a list
-    of layers that of its hidden states, None for a list that is not cut. ``checked`` is shared by all layers
-    of a model. [Note: micro-batches]"""
+    """Cuts the batches of one layer into slices of ``size``; None leaves them whole. ``batch_dims`` maps
+    names of arguments to their batch dimension (None: no batch), and paths or globs of lists of layers to the
+    batch dimension of their hidden states (None: not cut). ``checked`` is shared by all layers of a model.
+    [Note: micro-batches]"""
 
     def __init__(
         self, unit: Unit, size: int | None, batch_dims: Mapping[str, int | None], checked: Checked
@@ -225,7 +224,7 @@ class MicroBatches:
         self._layer = unit.name
         self._list = _list_of(unit)
         path = _path_among(batch_dims, unit.name)
-        #: the dimension of the batch in the hidden states, if the user has named it for the list
+        #: the batch dimension of the hidden states, if the user has named it for the list
         self._dim = None if path is None else batch_dims[path]
         self._size = size if path is None or self._dim is not None else None
         self._batch_dims = batch_dims
@@ -233,11 +232,11 @@ class MicroBatches:
         shapes = tuple(slice.param.shape for slice in unit.layout.slices)
         self._kind = (self._list, type(unit.module), shapes)
         self._checked = checked
-        #: names in ``batch_dims`` that only ``**kwargs`` can stand for
+        #: names in ``batch_dims`` that only ``**kwargs`` can accept
         self._among_the_rest: set[str] = set()
 
     def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Tensors) -> BatchSlices | None:
-        """Slices of ``inputs``, the tensors in ``args`` and ``kwargs``; None where they stay whole.
+        """Slices of ``inputs``, the tensors in ``args`` and ``kwargs``; None if they stay whole.
 
         Raises AmbiguousBatchError for an argument that may or may not begin with the batch, or that is sparse
         and would be cut, and ValueError for a wrong ``batch_dims``.
@@ -285,7 +284,7 @@ class MicroBatches:
         return [] if self._signature is None else list(self._signature.parameters)
 
     def expects(self, name: str) -> bool:
-        """Whether the layer's forward takes ``**kwargs``, where it is then to be given one of this name."""
+        """Whether the layer's forward takes ``**kwargs``. If so, each call must pass an argument of this name."""
         kinds = [] if self._signature is None else [p.kind for p in self._signature.parameters.values()]
         if inspect.Parameter.VAR_KEYWORD not in kinds:
             return False
@@ -295,7 +294,7 @@ class MicroBatches:
     def _check_names(self, kwargs: Mapping[str, Any]) -> None:
         for name in sorted(self._among_the_rest - kwargs.keys()):
             raise ValueError(
-                f"batch_dims: layer '{self._layer}' is given no argument '{name}'; by name it is given "
+                f"batch_dims: layer '{self._layer}' got no argument '{name}'; its named arguments are "
                 f"{', '.join(map(repr, kwargs)) or 'none'}"
             )
 
@@ -306,7 +305,7 @@ class MicroBatches:
         try:
             bound = signature.bind(*args, **kwargs).arguments
         except TypeError:
-            # which the layer's own forward is about to say
+            # the layer's own forward is about to raise this error
             return []
         given: list[tuple[str, object]] = []
         for name, value in bound.items():
@@ -315,7 +314,8 @@ class MicroBatches:
         return given
 
     def _names(self, given: Sequence[tuple[str, object]]) -> dict[int, str]:
-        """In which argument each tensor is, by its identity: of several one that is in ``batch_dims``."""
+        """The name of each tensor's argument, by the tensor's identity; of several names, one that is in
+        ``batch_dims``."""
         names: dict[int, str] = {}
         for name, value in given:
             for tensor in flatten(value)[0]:
@@ -324,8 +324,8 @@ class MicroBatches:
                     continue
                 if self._batch_dims.get(other, self._batch_dims[name]) != self._batch_dims[name]:
                     raise ValueError(
-                        f"batch_dims: layer '{self._layer}' is given one tensor as '{other}' and as "
-                        f"'{name}', whose dimensions differ: give it a clone of the tensor"
+                        f"batch_dims: layer '{self._layer}' got one tensor as '{other}' and as "
+                        f"'{name}', whose dimensions differ: pass a clone of the tensor"
                     )
                 names[id(tensor)] = name
         return names
@@ -341,7 +341,7 @@ class MicroBatches:
     def _part(
         self, tensor: torch.Tensor, name: str, hidden: torch.Tensor, hidden_dim: int, is_named: bool
     ) -> Part | None:
-        """Where the batch is in an argument."""
+        """The batch in an argument."""
         batch = hidden.shape[hidden_dim]
         if tensor is hidden:
             return Part(hidden_dim)
@@ -361,7 +361,7 @@ class MicroBatches:
             return None
         if is_named:
             raise AmbiguousBatchError(
-                f"micro_batch_size: in layer '{self._layer}' it cannot be told whether the first dimension "
+                f"micro_batch_size: in layer '{self._layer}' it is not known whether the first dimension "
                 f"of '{name}' {tuple(tensor.shape)} is the batch, since batch_dims names that of the hidden "
                 f"states and nothing is checked: add '{name}': 0 to it if it is, '{name}': None if not"
             )
@@ -386,8 +386,8 @@ class MicroBatches:
 def micro_batches(
     units: Sequence[Unit], size: int | None, batch_dims: Mapping[str, int | None]
 ) -> list[MicroBatches]:
-    """What cuts the batches of each of ``units``. Raises ValueError for a name in ``batch_dims`` that is that
-    of no argument of their forwards and of no list that has them."""
+    """Cutters of the batches of each of ``units``. Raises ValueError for a name in ``batch_dims`` that is
+    neither an argument of a forward nor the path of a list of layers."""
     checked = Checked()
     cutters = [MicroBatches(unit, size, batch_dims, checked) for unit in units]
     for name in batch_dims:
@@ -395,7 +395,7 @@ def micro_batches(
             continue
         if any(name in cutter.arguments for cutter in cutters):
             continue
-        # an argument that only **kwargs takes has a name of Python
+        # an argument that only **kwargs takes has a Python identifier as its name
         if not name.isidentifier() or not any([cutter.expects(name) for cutter in cutters]):
             known = ", ".join(f"'{known}'" for known in cutters[0].arguments)
             lists = ", ".join(f"'{path}'" for path in dict.fromkeys(_list_of(unit) for unit in units))
@@ -407,7 +407,7 @@ def micro_batches(
 
 
 def _path_among(batch_dims: Mapping[str, int | None], layer: str) -> str | None:
-    """Of the names in ``batch_dims`` the path, or the glob, of the innermost list that has ``layer``."""
+    """The path or glob in ``batch_dims`` of the innermost list that holds ``layer``."""
     return max((path for path in batch_dims if _is_in(layer, path)), key=len, default=None)
 
 
@@ -417,5 +417,5 @@ def _is_in(layer: str, path: str) -> bool:
 
 
 def _list_of(unit: Unit) -> str:
-    """The path of the list that has the layer, a glob where that is in a list itself."""
+    """The path of the list that holds the layer; a glob if that list is itself in a list."""
     return ".".join("*" if part.isdigit() else part for part in unit.name.split(".")[:-1])

@@ -1,4 +1,4 @@
-"""What a streamed layer refuses, and what errors of autograd mean for one."""
+"""Refused uses of a streamed layer, and the meaning of autograd's errors for one."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def refuse_transforms(layer: str, tensors: Iterable[torch.Tensor | None] = ()) -
     refuse_trace()
     if in_transform() or any(tensor is not None and is_batched(tensor) for tensor in tensors):
         raise RuntimeError(
-            "transforms of torch.func (grad, vjp, jvp, vmap) and batched gradients do not go through "
+            "transforms of torch.func (grad, vjp, jvp, vmap) and batched gradients are not supported by "
             f"streamed layer '{layer}': use torch.autograd.grad, or call streamer.unwrap(model) first"
         )
     if in_distributed_forward():
         raise RuntimeError(
-            f"DistributedDataParallel does not see when the gradients of streamed layer '{layer}' have "
+            f"DistributedDataParallel is not notified when the gradients of streamed layer '{layer}' have "
             "arrived: train without it, several GPUs by streamer.wrap(process_group=...)"
         )
 
 
 def refuse_trace() -> None:
-    """Raise RuntimeError inside of `torch.jit.trace`, which would record slots in place of weights."""
+    """Raise RuntimeError inside of `torch.jit.trace`, which would record slots instead of weights."""
     if in_trace():
         raise RuntimeError(
             "torch.jit.trace (which torch.onnx.export and TensorBoard's add_graph may use) cannot record a "
@@ -46,13 +46,13 @@ def refuse_dual(layer: str, inputs: Tensors) -> None:
         )
 
 
-#: By the words of autograd and of `torch.utils.checkpoint`, which name no layer, what they mean for a layer
-#: in whose backward they are raised.
+#: The meaning of errors of autograd and of `torch.utils.checkpoint`, which name no layer, for the layer in
+#: whose backward they are raised.
 MEANINGS = {
-    "modified by an inplace operation": "was given, or has returned, a tensor that was written before its "
+    "modified by an inplace operation": "has an argument or a result that was written before its "
     "backward, which needs it (write into a clone)",
-    "backward through the graph a second time": "is gone through backward a second time, or uses a tensor "
-    "that is none of its arguments and whose graph a backward has gone through already (pass the tensor to "
+    "backward through the graph a second time": "runs backward a second time, or uses a tensor "
+    "that is not an argument and whose graph was already used by a backward (pass the tensor to "
     "the layer as an argument)",
     "torch.utils.checkpoint": "computed something else when it ran again in backward (wrap with "
     "activations='keep', or let it compute the same: no counters, no random numbers but PyTorch's)",

@@ -1,4 +1,4 @@
-"""What a layer's own graph keeps of a slot: places in it, since its backward runs on another slot."""
+"""References of a layer's own graph to a slot: places in it, since its backward runs on another slot."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class SlotView(NamedTuple):
 
 
 class Remade(NamedTuple):
-    """A saved tensor that is sparse or of a subclass, by the places of its parts in the slot, or the parts
-    themselves where they are elsewhere (indices); ``like`` has it made."""
+    """A saved tensor that is sparse or of a subclass: the places of its parts in the slot, or the parts
+    themselves if they are elsewhere (indices). ``like`` is the model for rebuilding it."""
 
     like: torch.Tensor
     parts: tuple[SlotView | torch.Tensor, ...]
 
     def view(self, weights: torch.Tensor) -> torch.Tensor:
-        """The same tensor, made of parts in the slot ``weights``."""
+        """The same tensor, rebuilt from parts in the slot ``weights``."""
         parts = (part.view(weights) if isinstance(part, SlotView) else part for part in self.parts)
         return remade(self.like, [*parts])
 
@@ -56,7 +56,7 @@ def place_of(saved: torch.Tensor, weights: torch.Tensor) -> SlotView | Remade:
 
 class InContexts:
     """Views of the slot ``weights`` that custom functions in the graph of ``outputs`` keep in attributes of
-    their contexts, where no hook for saved tensors sees them: kernels of quantized weights do so."""
+    their contexts, outside of the hooks for saved tensors: kernels of quantized weights do so."""
 
     @as_plain
     def __init__(self, outputs: Tensors, weights: torch.Tensor) -> None:
@@ -64,7 +64,7 @@ class InContexts:
             id(part): part
             for value in _contexts(outputs)
             for whole in reachable(value)
-            # nobody can exchange the values of a sparse tensor
+            # the values of a sparse tensor cannot be exchanged
             if not is_sparse(whole)
             for part in plain_parts(whole)
         }
@@ -75,15 +75,15 @@ class InContexts:
 
     @as_plain
     def point(self, unit: Unit, weights: torch.Tensor) -> None:
-        """Let them show the slot ``weights`` of ``unit``."""
+        """Move them to the slot ``weights`` of ``unit``."""
         if self._places:
-            unit.forget_leaves()  # there may be some among them
+            unit.forget_leaves()  # some leaves may be among them
         for tensor, place in self._places:
             tensor.data = place.view(weights)
 
 
 def _contexts(outputs: Tensors) -> Iterator[dict[str, Any]]:
-    """The attributes of the contexts of the custom functions in the graph that has led to ``outputs``."""
+    """The attributes of the contexts of the custom functions in the graph of ``outputs``."""
     seen: set[Node] = set()
     nodes = [output.grad_fn for output in outputs]
     while nodes:

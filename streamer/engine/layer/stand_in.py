@@ -1,4 +1,4 @@
-"""What stands in for the forward of a module, and modules whose forward tells guarded parameters from plain
+"""Replacements of a module's forward, and modules whose forward distinguishes guarded parameters from plain
 ones."""
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from streamer.engine.guard import unguarded
 
 Forward = Callable[..., Any]
 
-#: What stands in for a module's ``forward`` has this attribute: what the module had of its own in place of
-#: its class's forward, or None.
+#: A replacement of a module's ``forward`` has this attribute: the module's own forward that shadowed its
+#: class's, or None.
 HAD = "_streamer_had"
 
-#: Modules that ask `torch.overrides.has_torch_function`, and leave their fast path where a parameter's class
-#: overrides PyTorch's functions, as those of a wrapped model do.
+#: Modules that call `torch.overrides.has_torch_function`, and leave their fast path if a parameter's class
+#: overrides PyTorch's functions, as the class of a wrapped model's parameters does.
 _ASKING = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 def plain_forwards(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """Let those of ``modules``, which are outside of layers, compute by the operations that they would use
-    with plain parameters; the returned function ends that."""
+    with plain parameters; the returned function undoes that."""
 
     def plain(forward: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ def plain_forwards(modules: Iterable[nn.Module]) -> Callable[[], None]:
 
 
 def _stand_in(module: nn.Module, make: Callable[[Forward], Forward]) -> Callable[[], None]:
-    """Put ``make(forward)`` in place of the forward of ``module``; the returned function takes it off."""
+    """Replace the forward of ``module`` by ``make(forward)``; the returned function undoes that."""
     had, forward = module.__dict__.get("forward"), module.forward
     # for inspect.signature
     instead = functools.update_wrapper(make(forward), forward, updated=())

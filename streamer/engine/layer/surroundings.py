@@ -1,11 +1,10 @@
-"""What is around a layer's forward: autocast, and checkpoints of the user's.
+"""The surroundings of a layer's forward: autocast, and checkpoints of the user's.
 
 [Note: checkpointing]
-A checkpoint (`torch.utils.checkpoint`) around several layers would let go of what it finds saved inside, and
-run all of it again before the first of those layers goes backward, only to find the inputs that the layer has
-kept. So what the layer saves goes past the hooks of the checkpoints around it. Hugging Face's layers
-checkpoint the whole of themselves where their ``gradient_checkpointing`` is set; the flag is off while a
-layer runs.
+A checkpoint (`torch.utils.checkpoint`) around several layers would drop all tensors saved inside, and run all
+of it again before the first of those layers goes backward, only to recompute the inputs that the layer has
+kept. So a layer's saved tensors bypass the hooks of the checkpoints around it. Hugging Face's layers
+checkpoint themselves if their ``gradient_checkpointing`` is set; the flag is off while a layer runs.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import nn
 
 from streamer.torch_private import in_autocast, pop_saved_hooks, push_saved_hooks, top_saved_hooks
 
-#: Blocks of each visit that mostly have nothing to change share this one: a generator for each takes longer.
+#: Shared by the blocks of all runs that have nothing to change: a generator for each takes longer.
 _NOTHING = nullcontext()
 
 
@@ -29,8 +28,8 @@ def autocast_settings(device: torch.device) -> tuple[tuple[str, bool, torch.dtyp
 
 
 def uncached_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """The block without autocast's cache of cast weights, which would keep a cast copy of every layer's
-    weights on the device until autocast ends, and show it when the slot has others."""
+    """The block without autocast's cache of cast weights. The cache would keep a cast copy of every layer's
+    weights on the device until autocast ends, and use it when the slot has other weights."""
     return _uncached_autocast(device) if in_autocast() else _NOTHING
 
 

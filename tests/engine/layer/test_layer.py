@@ -224,7 +224,7 @@ def test_a_second_backward_through_a_graph_that_is_gone_says_so(activations: str
         loss.backward()
         loss.backward()
 
-    match = r"layer 'blocks\.2' is gone through backward a second time.* retain_graph=True"
+    match = r"layer 'blocks\.2' runs backward a second time.* retain_graph=True"
     assert_refused(net(several), use, match, RuntimeError, layers="blocks", activations=activations)
 
 

@@ -85,7 +85,7 @@ def test_a_tensor_from_outside_that_several_layers_use(activations: str) -> None
             block[0].register_forward_hook(lambda module, args, out: out * outside)
         square(model).backward()
 
-    match = r"layer 'blocks\.1' .*uses a tensor that is none of its arguments.*\(pass the tensor"
+    match = r"layer 'blocks\.1' .*uses a tensor that is not an argument.*\(pass the tensor"
     assert_refused(net(), use, match, RuntimeError, activations=activations, **BLOCKS)
 
 
