@@ -1,4 +1,4 @@
-"""Work in a background thread, which reads things that other threads are about to change."""
+"""Work in a background thread, which reads data that other threads are about to change."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ C = TypeVar("C")
 
 
 class Handover(Generic[K, C]):
-    """Copy on write: ``keys`` name what is to be read. A thread that is about to change one of them calls
-    `before_change` first, which copies what has not been read yet, or waits until it is read if there are
+    """Copy on write: ``keys`` name the data to read. Before it changes the data of a key, a thread calls
+    `before_change`. That copies the data if it was not read yet, or waits until it is read if there are
     ``most_copies`` copies already."""
 
     def __init__(self, keys: Iterable[K], *, most_copies: int) -> None:
@@ -24,7 +24,7 @@ class Handover(Generic[K, C]):
         self._changed = threading.Condition()
 
     def before_change(self, key: K, copy: Callable[[], C]) -> None:
-        """Return when ``key`` may be changed. Not to be called by the thread that reads."""
+        """Return when the data of ``key`` may be changed. Not to be called by the reading thread."""
         with self._changed:
             while key in self._left and key not in self._copies:
                 if key != self._reading and len(self._copies) < self._most_copies:
@@ -56,14 +56,14 @@ class Handover(Generic[K, C]):
 
 
 class Background(Future[None]):
-    """Work in a thread of its own. ``asked`` says whether `result`, which raises its error, was called."""
+    """Work in a thread of its own. ``asked`` is whether `result`, which raises its error, was called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.asked = False
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait until the work is done; raise what it has raised."""
+        """Wait until the work is done; raise its error."""
         self.asked = True
         super().result(timeout)
 
@@ -71,13 +71,13 @@ class Background(Future[None]):
 def in_background(work: Callable[[], None], name: str) -> Background:
     """Run ``work`` in a thread of its own; the process does not end before that thread."""
     done = Background()
-    # so that nobody can cancel it: a cancelled future takes no result
+    # no caller can cancel it now: a cancelled future takes no result
     done.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 - raised by whoever asks for the result
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
             done.set_exception(error)
         else:
             done.set_result(None)

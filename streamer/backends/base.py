@@ -1,6 +1,6 @@
-"""What a backend is: lanes that run work in order, events that say when it is done, and memory.
+"""The interface of a backend: lanes that run work in order, events that mark its end, and memory.
 
-Only the files of this folder know streams, threads and pinned memory. All other code submits work to a lane,
+Only the files of this folder use streams, threads and pinned memory. All other code submits work to a lane,
 with the events that the work must wait for, and gets the event of its end.
 """
 
@@ -24,9 +24,9 @@ T = TypeVar("T")
 class Lane(enum.Enum):
     """A queue of work that runs in order: its name, and the name of its group of similar lanes.
 
-    All that is kept by lane follows from this list. The kind of an op decides on which lane it runs
+    All data by lane follows from this list. The kind of an op decides on which lane it runs
     (`streamer.engine.schedule.op.OpKind`). A machine has a rate ``{name}_bytes_per_second`` for every lane
-    that moves bytes, and a share ``{group}_{group}`` of it for every two groups that work beside one another
+    that moves bytes, and a share ``{group}_{group}`` of it for every two groups that work at the same time
     (`streamer.planner.machine`); calibration measures both. A trace has a row for each lane.
     """
 
@@ -47,11 +47,11 @@ class Lane(enum.Enum):
         lane.group = group
         return lane
 
-    # Enum.__hash__ is a Python function, slow for a dictionary key that is used at every op
+    # Enum.__hash__ is a Python function, slow for a dictionary key that every op uses
     __hash__ = object.__hash__
 
 
-#: All lanes but COMPUTE: they run beside the caller's thread, each in a thread of its own.
+#: All lanes but COMPUTE: each runs in a thread of its own, in parallel with the caller's.
 WORKER_LANES: tuple[Lane, ...] = tuple(lane for lane in Lane if lane is not Lane.COMPUTE)
 #: The lanes that copy between host and device.
 COPIES: tuple[Lane, Lane] = Lane.H2D, Lane.D2H
@@ -65,7 +65,7 @@ SPECIAL: tuple[Lane, ...] = *DISKS, Lane.COLLECTIVE, Lane.BARRIER
 
 
 class Span(NamedTuple):
-    """When a piece of work ran, in seconds on its backend's clock.
+    """The time of a piece of work, in seconds on its backend's clock.
 
     ``ready`` is when the work was next in its lane, ``start`` when all events that it waited for were done.
     """
@@ -76,10 +76,10 @@ class Span(NamedTuple):
 
 
 class Process:
-    """The process that has made this object. A child that is forked from it has a copy of its memory but not
+    """The process that created this object. A child that is forked from it has a copy of its memory but not
     its threads, and may not use CUDA."""
 
-    #: how many forks lie between the first process that has imported this and the one that runs
+    #: the number of forks between the first process that imported this module and the running one
     _forks = 0
 
     def __init__(self) -> None:
@@ -102,12 +102,12 @@ class Process:
             )
 
 
-# asked several times in each visit; what `os.getpid` says would take a call of the system
+# called several times for each layer; `os.getpid` would take a system call
 os.register_at_fork(after_in_child=Process._is_forked)
 
 
 class Latch:
-    """Opens once, for all threads that wait. A `threading.Event` takes forty times as long to make."""
+    """Opens once, for all threads that wait. Creating a `threading.Event` takes forty times as long."""
 
     __slots__ = ("_shut", "is_open")
 
@@ -118,7 +118,7 @@ class Latch:
         self._shut.acquire()
 
     def open(self) -> None:
-        """Let all go on; those who wait later too."""
+        """Let all waiting threads continue, later ones too."""
         if not self.is_open:
             self.is_open = True
             self._shut.release()
@@ -131,7 +131,7 @@ class Latch:
 
 
 class Failure:
-    """An error that is raised to everyone who asks, each time with the traceback that it has now."""
+    """An error that is raised to every caller, each time with its present traceback."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -151,7 +151,7 @@ class Event(abc.ABC):
 
     @abc.abstractmethod
     def wait(self) -> None:
-        """Block the calling thread until the work is done; raise what the work has raised."""
+        """Block the calling thread until the work is done; raise its error."""
 
     @abc.abstractmethod
     def failed(self) -> bool:
@@ -159,18 +159,18 @@ class Event(abc.ABC):
 
     @abc.abstractmethod
     def span(self) -> Span | None:
-        """When the work ran, or None while it is not done."""
+        """The time of the work, or None until it is done."""
 
 
 class Backend(abc.ABC):
     """Lanes and memory of one device."""
 
     device: torch.device
-    #: where host memory is; the meta device where a backend has no values
+    #: the place of host memory; the meta device if a backend has no values
     host: torch.device = torch.device("cpu")
-    #: fill slots with NaN when they are given up, so that a stale read cannot pass unseen
+    #: fill released slots with NaN, so that a stale read is detected
     poison: bool = False
-    #: bytes of the device that may be used, if they are limited
+    #: bytes of the device that may be used, if limited
     device_limit: int | None = None
 
     @property
@@ -179,10 +179,10 @@ class Backend(abc.ABC):
         return self.host.type != "meta"
 
     def submit(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
-        """Run ``work``, which moves ``nbytes``, after all that is in the lane before it and after ``waits``.
+        """Run ``work``, which moves ``nbytes``, after all earlier work in the lane and after ``waits``.
 
         On COMPUTE, ``work`` is called before this returns, as the block of `computing`. On the other lanes,
-        what ``work`` raises is raised by whoever waits for the event.
+        errors of ``work`` are raised by the waits for the event.
         """
         if lane is not Lane.COMPUTE:
             return self.queue(lane, work, waits, nbytes)
@@ -196,25 +196,25 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def computing(self, waits: Sequence[Event]) -> AbstractContextManager[Event]:
-        """Run the block on COMPUTE (on a GPU: what it enqueues) after all that is in that lane before it and
-        after ``waits``. Gives the event of its end, also where the block raises."""
+        """Run the block on COMPUTE (on a GPU: the work that it enqueues) after all earlier work in that lane
+        and after ``waits``. Yields the event of its end, which is set even if the block raises."""
 
     def on_host(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on HOST after all that is in that lane, wait for it, and return its result.
+        """Run ``work`` on HOST after all earlier work in that lane, wait for it, and return its result.
 
-        Kernels of streamer_native are only called on that lane: the number of threads that they run in is a
-        setting of its thread.
+        Kernels of streamer_native are only called on that lane: their number of threads is a setting of its
+        thread.
         """
         results: list[T] = []
         self.submit(Lane.HOST, lambda: results.append(work()), (), 0).wait()
         return results.pop()
 
     def set_host_threads(self, count: int) -> None:
-        """Let kernels of streamer_native run in ``count`` threads."""
+        """Let kernels of streamer_native use ``count`` threads."""
         self.on_host(lambda: native.set_num_threads(count))
 
     def finish_compute(self) -> None:
-        """Return when all is done that the caller has queued on the device until now."""
+        """Return when all work is done that the caller has queued on the device so far."""
         with self.computing(()) as done:
             pass
         done.wait()
@@ -257,7 +257,7 @@ class Backend(abc.ABC):
         """Bytes available in host memory."""
 
     def host_lockable(self) -> int | None:
-        """Bytes of host memory that may be page-locked, None where no limit is known."""
+        """Bytes of host memory that may be page-locked, None if no limit is known."""
         return None
 
     def device_used(self) -> tuple[int, int] | None:
@@ -269,16 +269,16 @@ class Backend(abc.ABC):
         return 0
 
     def device_buffers_within(self, nbytes: int, beside: int, each: int, there: int) -> int:
-        """How many buffers of ``each`` bytes can be had in ``nbytes`` of the device, where ``there`` are so
-        many of them, and the other tensors take ``beside`` bytes at most."""
+        """The number of buffers of ``each`` bytes that fit in ``nbytes`` of the device. ``there`` of them
+        exist, and the other tensors take at most ``beside`` bytes."""
         return (nbytes - beside) // each
 
     def changes_stream(self) -> bool:
-        """Whether the caller's work goes to another stream now than what COMPUTE was given last."""
+        """Whether the caller's current stream differs from that of the last work on COMPUTE."""
         return False
 
     def device_trim(self) -> None:
-        """Give the memory of buffers that are gone back to the device."""
+        """Return the memory of freed buffers to the device."""
         return
 
     @abc.abstractmethod
@@ -294,21 +294,22 @@ Thread = threading.Thread
 current_thread = threading.current_thread
 
 
-#: Of the bytes that are allocated and freed again on the device one part in so many is left for gaps.
+#: One part in this many of the bytes that are allocated and freed again on the device is left for gaps.
 GAPS = 8
 #: Large blocks are rounded up to a multiple of this many bytes by PyTorch's caching allocator.
 BLOCK_BYTES = 2 << 20
-#: PyTorch's caching allocator takes memory from a GPU in pieces of so many bytes; for large tensors, without
-#: expandable segments, in multiples of `BLOCK_BYTES`.
+#: PyTorch's caching allocator takes memory from a GPU in pieces of this many bytes; for large tensors,
+#: without expandable segments, in multiples of `BLOCK_BYTES`.
 PIECE_BYTES = 20 << 20
 
 
 def gaps(nbytes: int) -> int:
-    """Bytes to leave free for the gaps between ``nbytes`` that are allocated and freed again, and in the last
-    piece that the allocator takes."""
+    """Bytes to leave free for the gaps between ``nbytes`` that are allocated and freed again, and in the
+    allocator's last piece."""
     return nbytes // GAPS + PIECE_BYTES
 
 
 def buffers_within(nbytes: int, beside: int, each: int) -> int:
-    """How many buffers of ``each`` bytes can be had in ``nbytes``, where others take ``beside`` at most."""
+    """The number of buffers of ``each`` bytes that fit in ``nbytes``, if others take at most ``beside``
+    bytes."""
     return (nbytes - beside - gaps(beside)) // (-(-each // BLOCK_BYTES) * BLOCK_BYTES)

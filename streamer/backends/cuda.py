@@ -1,10 +1,10 @@
 """CUDA: a stream for each direction of the bus, a thread for the host, the caller's stream for compute.
 
 A copy may have to wait for an update that runs in a thread, and no stream can wait for a thread. Then the
-copy, and all that comes after it in its lane, is enqueued by the lane's worker thread. Where there is nothing
-to wait for but streams, the caller enqueues it: waking a thread takes longer. Work that waits for other ranks
-is always enqueued by the worker. An event therefore has two parts: it is *issued* once its CUDA event stands
-in a stream, and done once that CUDA event is.
+lane's worker thread enqueues the copy and all later work in its lane. If the copy waits for streams alone,
+the caller enqueues it: waking a thread takes longer. Work that waits for other ranks is always enqueued by
+the worker. An event therefore has two parts: it is *issued* once its CUDA event is recorded in a stream, and
+done once that CUDA event is.
 
 Pinned host memory has the exact size. PyTorch's pinned allocator rounds every block up to a power of two.
 Here a block is one anonymous mapping, registered with CUDA.
@@ -45,7 +45,7 @@ from streamer.torch_private import CudaMark, allocator_settings, set_allocator
 #: From CUDA's runtime API: page-locked for every CUDA context, not only for the one that is current.
 REGISTER_PORTABLE = 1
 
-#: A larger limit of locked memory is not tried out.
+#: A larger limit of locked memory is not tested.
 MOST_TRIED_BYTES = 1 << 26
 
 
@@ -58,14 +58,14 @@ class PinnedBlocks:
         self._pinning = True
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """A zeroed flat uint8 tensor of ``nbytes``, page-locked where the system allows it.
+        """A zeroed flat uint8 tensor of ``nbytes``, page-locked if the system allows it.
 
-        Where it does not, warns once with the limit and how to raise it, and goes on unpinned: copies
-        then block their lane and run slower, and nothing else changes. A process that is forked from
-        this one does not have the memory.
+        If it does not, this warns once with the limit and the way to raise it, and continues with unpinned
+        memory: copies then block their lane and run slower. A process that is forked from this one does not
+        have the memory.
         """
-        # a fork would copy page-locked memory at once, all of it, or let the next write move it away from
-        # where the GPU looks for it; so a forked data loader must not get it
+        # a fork would copy all page-locked memory at once, or let the next write move it away from the GPU's
+        # mapping; so a forked data loader must not get it
         block = mapped(nbytes, in_forks=False)
         self.pin(block)
         return block
@@ -76,18 +76,18 @@ class PinnedBlocks:
             self._register(block.data_ptr(), block.numel())
 
     def unpin(self, block: torch.Tensor) -> None:
-        """Unregister a block before the others; it is about to be given up."""
+        """Unregister a block before the others; it is about to be freed."""
         if block.data_ptr() in self._registered:
             self._registered.remove(block.data_ptr())
             torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
 
     @property
     def is_pinning(self) -> bool:
-        """Whether all blocks are page-locked: a copy to or from them does not block who enqueues it."""
+        """Whether all blocks are page-locked: enqueueing a copy to or from them does not block."""
         return self._pinning
 
     def close(self) -> None:
-        """Unregister every block; the memory itself goes when its last tensor does. Idempotent."""
+        """Unregister every block; the memory itself is freed with its last tensor. Idempotent."""
         while self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered.pop())
 
@@ -96,9 +96,9 @@ class PinnedBlocks:
 
         NVIDIA's kernel module pins the pages of a registration itself and does not count them towards
         RLIMIT_MEMLOCK (os_lock_user_pages in kernel-open/nvidia/os-mlock.c of its sources), of which a
-        process usually has no more than 64 KiB or 8 MiB. So the limit is believed only where a page can be
-        registered and a block just above the limit cannot. One that is too large for that is not believed;
-        should it hold after all, `allocate` says so.
+        process usually has no more than 64 KiB or 8 MiB. So the limit counts only if a page can be registered
+        and a block just above the limit cannot. A limit too large for that test does not count; if it applies
+        after all, `allocate` warns.
         """
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if soft == resource.RLIM_INFINITY or soft > MOST_TRIED_BYTES:
@@ -137,9 +137,9 @@ class PinnedBlocks:
 
 
 def _forget_error(device: torch.device) -> None:
-    """Clear the last CUDA error of this thread, which its next kernel would be blamed for.
+    """Clear the last CUDA error of this thread: PyTorch would raise it after the next kernel.
 
-    PyTorch offers no cudaGetLastError; what it raises after launching a kernel has been cleared.
+    PyTorch has no cudaGetLastError, but it clears an error that it raises after launching a kernel.
     """
     with suppress(RuntimeError):
         torch.arange(2, device=device)
@@ -173,7 +173,7 @@ class CudaEvent(Event):
             raise
 
     def begin(self, stream: torch.cuda.Stream, waits: Sequence[Event]) -> tuple[CudaMark, CudaMark]:
-        """Let ``stream``, the current one, wait for ``waits``; when it was ready to, and when it had."""
+        """Let ``stream``, the current one, wait for ``waits``. Returns events before and after that wait."""
         ready = start = CudaMark(enable_timing=True)
         ready.record(stream)
         for event in waits:
@@ -187,23 +187,23 @@ class CudaEvent(Event):
         return ready, start
 
     def end(self, stream: torch.cuda.Stream, marks: tuple[CudaMark, CudaMark]) -> None:
-        """The work is enqueued on ``stream``, which had begun with it at ``marks``."""
+        """The work is enqueued on ``stream``, which began it at ``marks``."""
         end = CudaMark(enable_timing=True, blocking=True)
         end.record(stream)
         self._marks, self._end = (*marks, end), end
         self._issued.open()
 
     def fail(self, error: BaseException) -> None:
-        """Raise ``error`` to whoever waits for the work, which was not enqueued."""
+        """Raise ``error`` in the waits for the work, which was not enqueued."""
         self._failure = Failure(error)
         self._issued.open()
 
     def is_issued(self) -> bool:
-        """Whether a stream can be made to wait for it."""
+        """Whether a stream can wait for it."""
         return self._issued.is_open
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        """Make what is enqueued on ``stream`` from now on wait for this event."""
+        """Make all later work on ``stream`` wait for this event."""
         self._finished().wait(stream)
 
     def wait(self) -> None:
@@ -214,7 +214,7 @@ class CudaEvent(Event):
 
     def span(self) -> Span | None:
         if self._issued.is_open and self._marks is not None and self._marks[-1].query():
-            # asked for again and again by whoever waited for this event
+            # read again and again by the waits for this event
             self._span, self._marks = self._clock.span(*self._marks), None
         return self._span
 
@@ -227,25 +227,25 @@ class CudaEvent(Event):
 
 
 def _is_for_streams(event: Event) -> bool:
-    """Whether no thread need wait for ``event``: a stream can, or it is over."""
+    """Whether no thread need wait for ``event``: a stream can wait for it, or it is over."""
     return event.is_issued() if isinstance(event, CudaEvent) else event.span() is not None
 
 
 class CudaClock:
     """CUDA events on the clock of ``time.perf_counter``, so that one trace holds streams and threads.
 
-    CUDA gives the time between two events in fp32 milliseconds, which after an hour is no finer than a
+    CUDA measures the time between two events in fp32 milliseconds, which after an hour is no finer than a
     quarter of one, and the two clocks drift apart; so the origin is never much more than `ORIGIN_SECONDS`
     old.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # on a stream of its own, because setting it anew must not wait for the lanes
+        # a stream of its own: a new origin must not wait for the lanes
         self._stream = torch.cuda.Stream(device)
         self._set_origin()
 
     def span(self, ready: CudaMark, start: CudaMark, end: CudaMark) -> Span:
-        """When the three, all of which have passed, did so."""
+        """The times of the three marks, all of which have passed."""
         if time.perf_counter() - self._origin_seconds > ORIGIN_SECONDS:
             self._set_origin()
         began = self._seconds(ready)
@@ -265,7 +265,7 @@ class CudaClock:
 
 
 class CudaBackend(Backend):
-    """Lanes of one CUDA device. COMPUTE is whichever stream is current when work is submitted."""
+    """Lanes of one CUDA device. COMPUTE is the stream that is current when work is submitted."""
 
     def __init__(self, device: torch.device, *, poison: bool = False) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -275,17 +275,17 @@ class CudaBackend(Backend):
                 "device(s) here, counted from 'cuda:0'"
             )
         self.device = torch.device("cuda", index)
-        #: of a number PyTorch finds the current stream in half of the time
+        #: PyTorch finds the current stream of a device number in half of the time
         self._index = index
         self.poison = poison
         self._process = Process()
         self._clock = CudaClock(self.device)
         self._pinned = PinnedBlocks(self.device)
-        #: that of buffers that stay
+        #: the stream of buffers that stay
         self._buffers = torch.cuda.Stream(self.device)
         self._streams = {lane: torch.cuda.Stream(self.device) for lane in STREAMS}
         self._workers = {lane: Worker(lane) for lane in WORKER_LANES}
-        #: by lane, what its worker was given last
+        #: by lane, the last work of its worker
         self._last_queued = {lane: worker.submit(lambda: None, ()) for lane, worker in self._workers.items()}
         self._last_compute: tuple[torch.cuda.Stream, CudaEvent] | None = None
         self._own_fraction: float | None = None
@@ -303,9 +303,9 @@ class CudaBackend(Backend):
         self._process.check()
         event, stream = CudaEvent(Lane.COMPUTE, self._clock), self._current_stream()
         if self._last_compute is not None and self._last_compute[0] != stream:
-            # the caller has gone over to another stream, and the lane must stay in order
+            # the caller has switched to another stream, and the lane must stay in order
             waits = (self._last_compute[1], *waits)
-        # on a block that raises the lane must wait, too
+        # the lane must also wait for a block that raises
         marks = event.begin(stream, waits)
         try:
             yield event
@@ -327,28 +327,28 @@ class CudaBackend(Backend):
         self._workers[lane].check_open()
         try:
             enqueue()
-        # raised by whoever waits for the event, as if the worker had enqueued the copy: Ctrl-C too
+        # raised in the waits for the event, as if the worker had enqueued the copy: Ctrl-C too
         except BaseException as error:  # noqa: BLE001
             event.fail(error)
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        # .data has a version counter of its own: that of ``into`` counts what the user writes
+        # .data has a version counter of its own: that of ``into`` counts the user's writes
         into.data.copy_(source, non_blocking=True)
 
     def device_buffer(self, nbytes: int) -> torch.Tensor:
-        # PyTorch's allocator keeps the memory of each stream apart. In that of COMPUTE's stream a buffer that
-        # stays would stand between tensors that come and go, and a large one might find no room.
+        # PyTorch's allocator keeps a separate pool for each stream. In the pool of COMPUTE's stream, a
+        # permanent buffer would lie between temporary tensors, and a large tensor might find no room.
         with torch.cuda.stream(self._buffers):
             buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-        # the lanes' streams know nothing of the stream that has just filled the buffer
+        # the lanes' streams do not wait for the stream that has just filled the buffer
         self._buffers.synchronize()
         return buffer
 
     def host_buffer(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:
         if not pinned:
-            # a data loader that is forked shall not make a copy of every page that an update then writes
+            # in a forked data loader, each later write of an update would copy the page
             return mapped(nbytes, in_forks=False)
-        # registering makes a context on the thread's current device, if there is none yet
+        # registering creates a context on the thread's current device if there is none yet
         with torch.cuda.device(self.device):
             return self._pinned.allocate(nbytes)
 
@@ -372,7 +372,7 @@ class CudaBackend(Backend):
         super().limit_device(nbytes)
         with torch.cuda.device(self.device):
             self._expand_segments()
-            # what nobody uses would count against the limit
+            # unused cached memory would count against the limit
             torch.cuda.empty_cache()
         _, total = torch.cuda.mem_get_info(self.device)
         self._own_fraction = torch.cuda.get_per_process_memory_fraction(self.device)
@@ -380,7 +380,7 @@ class CudaBackend(Backend):
 
     def _expand_segments(self) -> None:
         """Let PyTorch's allocator use expandable segments from now on. A process that has chosen a setting of
-        the allocator keeps what it has, since most settings are set at once.
+        the allocator keeps its settings, since one call sets most of them.
 
         Without expandable segments a tensor may find no room between others, though enough is free in all.
         """
@@ -395,7 +395,7 @@ class CudaBackend(Backend):
                 torch.empty(1, device=self.device)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # this GPU, or who shares it out, cannot map memory so
+        except RuntimeError:  # this GPU, or its virtualization, does not support such mappings
             set_allocator("expandable_segments:False")
 
     def host_available(self) -> int:
@@ -412,7 +412,7 @@ class CudaBackend(Backend):
         return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
 
     def device_buffers_within(self, nbytes: int, beside: int, each: int, there: int) -> int:
-        # what the allocator has taken serves the next step as it has served this one, gaps and all
+        # memory that the allocator has taken serves the next step as it did this one, gaps included
         left = nbytes - torch.cuda.memory_reserved(self.device)
         pieces = left // PIECE_BYTES
         if each <= PIECE_BYTES // 2:
@@ -425,7 +425,7 @@ class CudaBackend(Backend):
 
     def _current_stream(self) -> torch.cuda.Stream:
         last = self._last_compute
-        # asked for several times in each visit: PyTorch takes six times as long to make one
+        # called several times for each layer: PyTorch takes six times as long to create one
         if last is not None and torch.accelerator.current_stream(self._index).stream_id == last[0].stream_id:
             return last[0]
         return torch.cuda.current_stream(self._index)
@@ -438,7 +438,7 @@ class CudaBackend(Backend):
             return
         Worker.close_all(self._workers.values())
         try:
-            # the slots' memory is about to be anybody's, and layers may have run on streams of the caller's
+            # the slots' memory is about to be freed, and layers may have run on the caller's streams
             torch.cuda.synchronize(self.device)
         finally:
             if self._own_fraction is not None:

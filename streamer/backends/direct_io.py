@@ -1,14 +1,14 @@
 """One scratch file: it has no name, is allocated before it is used, and bypasses the page cache.
 
-The file is made with O_TMPFILE, so no folder ever lists it: when the process ends, however it ends, the
+The file is opened with O_TMPFILE, so no folder ever lists it: when the process ends, however it ends, the
 kernel frees the file. A file system that lacks O_TMPFILE gets a named file that is unlinked at once.
 
 Direct I/O (O_DIRECT) moves bytes between a drive and the caller's memory. Some file systems refuse it, and
-some accept the flag and use the page cache all the same (tmpfs, whose files are nothing but page cache). So a
-new file is tried: one block is written, and mincore(2) tells whether the page cache has it.
-Without direct I/O every transfer goes through the page cache and is then dropped from it: sync_file_range(2)
-waits until the bytes are on the drive, posix_fadvise(2) drops the pages. That costs a copy by the processor,
-and a write no longer overlaps the drive's work with the copy of its next block.
+some accept the flag but still use the page cache (tmpfs, whose files exist only there). So a new file is
+tested: one block is written, and mincore(2) tells whether it is in the page cache. Without direct I/O every
+transfer goes through the page cache and is then dropped from it: sync_file_range(2) waits until the bytes are
+on the drive, posix_fadvise(2) drops the pages. That costs a copy by the processor, and a write no longer
+overlaps the drive's work with the copy of its next block.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from streamer.errors import DiskError, exact_amount
 if sys.platform == "linux":
     import fcntl
 
-#: The least multiple that addresses, offsets and sizes are rounded up to: a page, a block of ext4 and XFS.
-#: Drives may take less (512 bytes), but ext4 then locks the whole file for a write of part of a block.
+#: Addresses, offsets and sizes are multiples of at least this: a page, a block of ext4 and XFS. Drives may
+#: accept less (512 bytes), but ext4 then locks the whole file for a write of part of a block.
 ALIGNMENT = 4096
 
-#: How often in succession a transfer may move too little to go on from before it counts as failed.
+#: A transfer fails after this many calls in succession that moved too little to continue from.
 MOST_STUCK = 16
 
 #: File systems whose files are in memory, by the number that statfs(2) gives (linux/magic.h).
 IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
 
-#: Of linux/stat.h and fcntl.h.
+#: From linux/stat.h and fcntl.h.
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
 _STATX_BYTES = 256
@@ -53,7 +53,7 @@ _STATX_DIO_MEM_ALIGN_AT = 0x98
 _STATX_DIO_OFFSET_ALIGN_AT = 0x9C
 _SYNC_FILE_RANGE_WAIT_WRITE_WAIT = 7
 
-#: What to do about an error of a transfer.
+#: The remedy for an error of a transfer.
 _FIXES = {
     errno.ENOSPC: "free space on its file system, or give another folder",
     errno.EDQUOT: "raise the quota, or give another folder",
@@ -68,7 +68,7 @@ Transfer = Callable[[int, Sequence[memoryview], int], int]
 
 
 def file_system(fd: int) -> int:
-    """The number of the file system's kind, of statfs(2); 0 where it cannot be asked."""
+    """The number of the file system's kind, from statfs(2); 0 if it is unknown."""
     fstatfs = getattr(ctypes.CDLL(None), "fstatfs", None)
     # struct statfs has 120 bytes, and begins with a long
     answer = (ctypes.c_long * 64)()
@@ -78,20 +78,20 @@ def file_system(fd: int) -> int:
 
 
 def direct_alignment(fd: int) -> int | None:
-    """The alignment of direct I/O on an open file, of memory and of offsets, as statx(2) tells it; None where
-    it does not (before Linux 6.1, file systems that do not know, C libraries without statx)."""
+    """The alignment of direct I/O on an open file, for memory and offsets, from statx(2). None if statx does
+    not report it (before Linux 6.1, some file systems, C libraries without statx)."""
     statx = getattr(ctypes.CDLL(None), "statx", None)
     answer = (ctypes.c_uint32 * (_STATX_BYTES // 4))()
     if statx is None or statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer):
         return None
     if not answer[_STATX_MASK_AT] & _STATX_DIOALIGN:
         return None
-    # 0 on a file that takes no direct I/O
+    # 0 for a file without direct I/O
     return max(answer[_STATX_DIO_MEM_ALIGN_AT // 4], answer[_STATX_DIO_OFFSET_ALIGN_AT // 4]) or None
 
 
 def set_direct(fd: int) -> None:
-    """Turn direct I/O on; raises OSError where the file system refuses it."""
+    """Turn direct I/O on; raises OSError if the file system refuses it."""
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
 
 
@@ -101,7 +101,7 @@ def _absent(*_: object) -> Any:
 
 @dataclass(frozen=True)
 class System:
-    """The calls of the system that a scratch file makes; tests put faults in their place."""
+    """The system calls that a scratch file uses; tests replace them to inject faults."""
 
     open: Callable[[str, int, int], int] = os.open
     allocate: Callable[[int, int, int], None] = getattr(os, "posix_fallocate", _absent)
@@ -113,7 +113,7 @@ class System:
 
 
 def check_system(what: object) -> None:
-    """Raise DiskError, naming ``what`` was asked for, where the system lacks what files are used by here."""
+    """Raise DiskError, naming the option ``what``, if the system lacks the calls used here."""
     if sys.platform != "linux":
         raise DiskError(
             f"{what}: reading and writing past the page cache needs Linux, and this is {sys.platform}: go "
@@ -123,11 +123,11 @@ def check_system(what: object) -> None:
 
 
 class ScratchFile:
-    """A file without a name in ``folder``, which grows by `allocate`; its bytes are free again when it is
-    closed, garbage, or its process has ended.
+    """A file without a name in ``folder``, which grows by `allocate`. Its bytes are freed when it is closed
+    or garbage collected, or when its process ends.
 
-    With ``direct`` the file bypasses the page cache if its file system can: ``why_not`` is "" then, and else
-    the reason in a few words. Raises DiskError for a folder in which no file can be made.
+    With ``direct`` the file bypasses the page cache if its file system supports that: ``why_not`` is then "",
+    else a short reason. Raises DiskError if no file can be created in the folder.
     """
 
     def __init__(
@@ -138,12 +138,12 @@ class ScratchFile:
         system: System,
         of_other: tuple[int, int, str] | None = None,
     ) -> None:
-        """A file ``of_other``, a process that has made it, has the descriptor that was passed here, with the
-        ``alignment`` and the ``why_not`` that were found there."""
+        """``of_other`` is a file that another process has created: the descriptor that was passed to this
+        process, and the ``alignment`` and the ``why_not`` that were found there."""
         self.folder = Path(folder)
         check_system(f"disk={self}")
         self._system = system
-        # those of Path raise errors of their own where a folder above may not be searched
+        # Path.exists raises its own errors if a folder above may not be searched
         if not os.path.exists(folder):
             raise DiskError(
                 f"disk={self}: this process sees no such folder: make it, or give one that is there",
@@ -170,8 +170,8 @@ class ScratchFile:
         return str(self.folder)
 
     def share(self) -> int:
-        """The file's descriptor, for other processes that are about to open the file: from now on its bytes
-        are free when all of them, and their children, have closed it."""
+        """The file's descriptor, for other processes that are about to open the file. From now on its bytes
+        are freed when all of them, and their children, have closed it."""
         self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _close_shared, self._fd, Process())
         self._finalizer.atexit = False
@@ -188,13 +188,13 @@ class ScratchFile:
         return found.f_bavail * found.f_frsize
 
     def allocate(self, nbytes: int) -> None:
-        """Make the file ``nbytes`` long, all of them allocated. Raises DiskError, and leaves the file as it
-        was, where there is no room."""
+        """Make the file ``nbytes`` long, with all bytes allocated. If there is no room, raises DiskError and
+        leaves the file unchanged."""
         if nbytes <= self.nbytes:
             return
         more = nbytes - self.nbytes
-        # where the file system cannot allocate the C library writes a byte into each block, which is no
-        # direct I/O
+        # if the file system cannot allocate, the C library writes a byte into each block, which is no direct
+        # I/O
         if not self.why_not:
             _clear_direct(self._fd)
         try:
@@ -212,7 +212,7 @@ class ScratchFile:
         self.nbytes = nbytes
 
     def shrink(self, nbytes: int) -> None:
-        """Free what is beyond ``nbytes``."""
+        """Free the bytes from ``nbytes`` on."""
         os.ftruncate(self._fd, nbytes)
         self.nbytes = nbytes
 
@@ -234,7 +234,7 @@ class ScratchFile:
             os.posix_fadvise(self._fd, offset, len(source), os.POSIX_FADV_DONTNEED)
 
     def cached_bytes(self) -> int:
-        """Bytes of this file that the page cache has; takes a byte for each page, for tests."""
+        """Bytes of this file in the page cache; takes a byte for each page; for tests."""
         if not self.nbytes:
             return 0
         with mmap.mmap(self._fd, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
@@ -268,7 +268,7 @@ class ScratchFile:
             ) from error
 
     def _try_direct(self) -> str:
-        """Turn direct I/O on and write one block; why it cannot be used, or ""."""
+        """Turn direct I/O on and write one block. Returns the reason why it cannot be used, or ""."""
         name = IN_MEMORY.get(self._system.file_system(self._fd))
         if name is not None:
             return f"its files are in memory ({name}), what is written there takes host memory"
@@ -312,9 +312,10 @@ class ScratchFile:
 
 
 class StoredFile:
-    """A file of somebody else's, which is read where it is and never written.
+    """A user's file, which is read in place and never written.
 
-    It is read past the page cache where its file system can. Raises DiskError for one that cannot be opened.
+    Reads bypass the page cache if its file system supports that. Raises DiskError for a file that cannot be
+    opened.
     """
 
     def __init__(self, path: Path, *, system: System) -> None:
@@ -343,7 +344,7 @@ class StoredFile:
                 self._is_direct = False
 
     def read(self, into: memoryview, offset: int, nbytes: int) -> None:
-        """Fill the first ``nbytes`` of ``into`` from ``offset`` on, and the rest as far as the file goes.
+        """Fill the first ``nbytes`` of ``into`` from ``offset`` on, and the rest up to the end of the file.
         Address, offset and size of ``into`` are multiples of ``alignment``.
 
         Raises DiskError if not all of it could be read, and if the file has changed since it was opened.
@@ -360,7 +361,7 @@ class StoredFile:
             os.posix_fadvise(self._fd, offset, len(into), os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Give up the file. May be called again."""
+        """Close the file. May be called again."""
         self._finalizer()
 
     def _is(self) -> tuple[int, int]:
@@ -386,7 +387,7 @@ def _move(
     least: int,
     failed: Callable[[OSError, int, int], DiskError],
 ) -> None:
-    """Let ``call`` move all of ``memory``, or ``least`` bytes of it up to the end of the file."""
+    """Let ``call`` move all of ``memory``, or at least ``least`` bytes of it up to the end of the file."""
     done = stuck = 0
     while done < least:
         try:
@@ -397,7 +398,7 @@ def _move(
             raise failed(error, len(memory) - done, offset + done) from error
         reached = done + moved
         if reached < least:
-            # direct I/O goes on at a whole block: the part of a block is moved again
+            # direct I/O continues at a whole block: the part of a block is moved again
             reached -= reached % alignment
         stuck = 0 if reached > done else stuck + 1
         if stuck == MOST_STUCK:
@@ -407,7 +408,7 @@ def _move(
 
 
 def too_full(folder: Path, asked: int, free: int, number: int | None = errno.ENOSPC) -> DiskError:
-    """The error for a folder without room for ``asked`` bytes more."""
+    """The error for a folder without room for ``asked`` more bytes."""
     return DiskError(
         f"disk={folder} has no room: {exact_amount(asked)} are asked of it and {exact_amount(free)} are "
         "free: free space, or give folders on further drives, which take their share",
@@ -416,7 +417,7 @@ def too_full(folder: Path, asked: int, free: int, number: int | None = errno.ENO
 
 
 def _address(mapping: mmap.mmap) -> int:
-    # the array is gone at once: it would keep the mapping from being closed
+    # the array is freed at once: it would keep the mapping from being closed
     return int(np.frombuffer(mapping, np.uint8).__array_interface__["data"][0])
 
 

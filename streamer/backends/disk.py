@@ -2,7 +2,7 @@
 
     scratch = Scratch(["/nvme0/scratch", "/nvme1/scratch"])    # a folder of each drive
     extents = [scratch.extent(nbytes) for nbytes in sizes]     # places, striped over the folders
-    scratch.allocate()                                         # a full disk shows here
+    scratch.allocate()                                         # raises if a disk is full
     buffer = mapped(scratch.padded(max(sizes)), in_forks=False)
     scratch.write(extents[0], buffer)                          # both block: a lane's own thread calls them
     scratch.read(extents[0], buffer)
@@ -10,13 +10,13 @@
 
 An extent is cut into pieces of at most 8 MiB, as many on each drive, and a few threads for each drive and
 direction move them with preadv(2) and pwritev(2), which run without Python's lock. Reads and writes have
-threads of their own, so a read does not queue behind a write. Nothing here outlasts the process: no name in
-a folder, no flush of the drive's own cache. What must last is a checkpoint's.
+threads of their own, so a read does not queue behind a write. Nothing here outlasts the process: no name in a
+folder, no flush of the drive's own cache. Lasting data is in checkpoints.
 
-Ranks that train one model share the scratch files of their machine: its first rank makes and allocates them,
-the others open them. All of them ask for the same extents in the same order, so each knows where everything
-lies. Which bytes a rank may read and write when is not decided here. Other machines have files of their own,
-and come to the same exchanges, so that one without room is known to all before anything is written.
+Ranks that train one model share the scratch files of their machine: its first rank creates and allocates
+them, the others open them. All ranks create the same extents in the same order, so each knows their places.
+Callers decide which bytes a rank may read and write at a time. Other machines have files of their own, and
+take part in the same exchanges, so that all ranks learn of a machine without room before anything is written.
 
 Memory for direct I/O must not be shared with forked processes (``in_forks=False``): a fork in the middle of a
 read can leave the bytes with the other process.
@@ -48,13 +48,13 @@ from streamer.backends.stored_tensors import Pieces, StoredTensors
 from streamer.backends.thread import Worker, run_all
 from streamer.errors import DiskError, warn
 
-#: The most bytes that one call of the system moves.
+#: The most bytes that one system call moves.
 BLOCK_BYTES = 8 << 20
-#: A small extent is cut into smaller pieces than blocks, so many for each thread of each drive, ...
+#: A small extent is cut into pieces smaller than a block: this many for each thread of each drive, ...
 TURNS = 2
-#: ... but into none that is smaller than a block over this.
+#: ... but no piece is smaller than a block divided by this.
 LEAST_BLOCK = 8
-#: Pieces on their way at the same time, for each drive and direction.
+#: The number of pieces moved at the same time, for each drive and direction.
 IN_FLIGHT = 4
 
 
@@ -67,7 +67,7 @@ class Direction(enum.Enum):
 
 @dataclass(frozen=True)
 class Piece:
-    """What one call of the system moves: bytes of an extent from ``start`` on, at ``offset`` of a file."""
+    """The work of one system call: bytes of an extent from ``start`` on, at ``offset`` of a file."""
 
     file: int
     offset: int
@@ -93,7 +93,7 @@ class _State(enum.Enum):
 
 @dataclass
 class _Use:
-    """What an extent holds, and how many reads of it are running."""
+    """The state of an extent, and the number of running reads of it."""
 
     state: _State = _State.EMPTY
     reads: int = 0
@@ -111,17 +111,18 @@ class _Drive:
 class Scratch:
     """Extents in unnamed files, one file in each of ``folders``.
 
-    ``direct_io`` is "prefer" (a file system without it is warned of, once, and used through the page cache),
-    "require" (such a file system is refused) or "off". ``in_flight`` pieces of at most ``block_bytes`` move
-    at the same time for each drive and direction.
+    ``direct_io`` is "prefer" (a file system without it causes one warning and is used through the page
+    cache), "require" (such a file system is refused) or "off". ``in_flight`` pieces of at most
+    ``block_bytes`` move at the same time for each drive and direction.
 
-    ``throttle`` gives, for READ, WRITE or both, the bytes per second of a slower disk: a transfer of n bytes
-    then lasts at least ``n / rate`` seconds, its caller asleep once the bytes are there. ``clock`` (seconds)
-    and ``sleep`` are the functions of time used for that. ``system`` has the calls of the system, for tests.
+    ``throttle`` simulates a slower disk: it has the bytes per second for READ, WRITE or both. A transfer of n
+    bytes then lasts at least ``n / rate`` seconds; its caller sleeps once the bytes have moved. ``clock``
+    (seconds) and ``sleep`` are the functions of time used for that. ``system`` has the calls of the system,
+    for tests.
 
-    ``ranks`` of one machine share the files, and what none of them has written is zero; where a transfer
-    fails on one, all raise. For them this and `allocate` are exchanges, and raise RanksError for what has
-    failed on another, of this machine or not.
+    ``ranks`` of one machine share the files, and unwritten bytes are zero; if a transfer fails on one rank,
+    all raise. For them, the constructor and `allocate` are collective calls, and raise RanksError for a
+    failure on another rank of any machine.
 
     Raises DiskError for a folder that cannot be used, before anything is allocated, and ValueError for
     options out of range.
@@ -196,7 +197,8 @@ class Scratch:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes write the extents too, each of which may be read before it is written."""
+        """Whether other processes write the extents too, so that an extent may be read before this process
+        has written it."""
         return not self._ranks.is_alone
 
     def padded(self, nbytes: int) -> int:
@@ -209,12 +211,12 @@ class Scratch:
             raise ValueError(f"an extent of {nbytes} bytes: give 1 or more")
         self._check_open()
         padded = self.padded(nbytes)
-        # as many pieces on each drive, of the same size: all drives work until the end
+        # the same number of pieces of the same size on each drive: all drives work until the end
         drives = len(self._drives)
         blocks = max(-(-padded // (self._block_bytes * drives)), TURNS * self._in_flight)
         count = min(blocks * drives, max(1, padded * LEAST_BLOCK // self._block_bytes))
         size = self.padded(-(-padded // count))
-        # those that have least come first, for what is left over
+        # the drives with the least go first, for the remainder
         order = sorted(range(drives), key=lambda number: self._drives[number].planned)
         pieces = []
         for number, start in enumerate(range(0, padded, size)):
@@ -227,8 +229,8 @@ class Scratch:
         return extent
 
     def allocate(self) -> None:
-        """Allocate all extents there are. Raises DiskError, allocates nothing, and forgets the new extents,
-        where there is no room."""
+        """Allocate all extents. If there is no room, raises DiskError, allocates nothing, and forgets the new
+        extents."""
         self._check_open()
         before = [drive.file.nbytes for drive in self._drives]
         try:
@@ -254,8 +256,8 @@ class Scratch:
 
     def read(self, extent: Extent, into: torch.Tensor, part: range | None = None) -> None:
         """Fill the first ``extent.padded_bytes`` of ``into``, flat uint8, whose memory begins at a multiple
-        of ``alignment``. Returns when they are there. With ``part``, those bytes of the extent, which begin
-        and end at multiples of ``alignment``, go to the first bytes of ``into``, and no others move.
+        of ``alignment``. Returns when they have been read. With ``part``, those bytes of the extent, which
+        begin and end at multiples of ``alignment``, go to the first bytes of ``into``, and no others move.
 
         Raises DiskError if the disk failed, ValueError for a buffer that does not fit, and RuntimeError for
         an extent that was never written or is being written, in a forked process, and once closed.
@@ -263,32 +265,32 @@ class Scratch:
         self._transfer(extent, into, Direction.READ, part)
 
     def write(self, extent: Extent, source: torch.Tensor, part: range | None = None) -> None:
-        """Write the first ``extent.padded_bytes`` of ``source``, or those that are ``part`` of the extent; as
-        `read`. After an error the extent cannot be read until a write of the whole succeeds, and a part of it
-        cannot be written."""
+        """Write the first ``extent.padded_bytes`` of ``source``, or the ``part`` of the extent; as `read`.
+        After an error the extent cannot be read until a write of the whole succeeds, and a part of it cannot
+        be written."""
         self._transfer(extent, source, Direction.WRITE, part)
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that reads have moved, with the padding."""
+        """Bytes moved by reads, with the padding."""
         return self._moved[Direction.READ]
 
     @property
     def bytes_written(self) -> int:
-        """Bytes that writes have moved, with the padding."""
+        """Bytes moved by writes, with the padding."""
         return self._moved[Direction.WRITE]
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that are allocated in all folders."""
+        """Bytes allocated in all folders."""
         return sum(drive.file.nbytes for drive in self._drives)
 
     def cached_bytes(self) -> int:
-        """Bytes of the files that the page cache has: 0 with direct I/O."""
+        """Bytes of the files in the page cache: 0 with direct I/O."""
         return sum(drive.file.cached_bytes() for drive in self._drives)
 
     def close(self) -> None:
-        """End the threads after what they are moving, and free the bytes. May be called again; in a forked
+        """End the threads after their running transfers, and free the bytes. May be called again; in a forked
         process it does nothing."""
         self._finalizer()
 
@@ -393,7 +395,8 @@ class Scratch:
         return buffer.numpy().data[: len(moved)]
 
     def _move(self, extent: Extent, memory: memoryview, direction: Direction, moved: range) -> None:
-        """Move what of each piece is ``moved``, and return when no thread moves any, even after an error."""
+        """Move the ``moved`` bytes of each piece, and return when no thread moves any, even after an
+        error."""
 
         def move(piece: Piece) -> None:
             file = self._drives[piece.file].file
@@ -416,13 +419,13 @@ class Scratch:
                 )
                 for number, drive in enumerate(self._drives)
             ],
-            # a transfer of one piece beside another one does not queue for the same thread
+            # two transfers of one piece at the same time use different threads
             turn=next(self._turns),
         )
 
 
 class Disks:
-    """The folders that scratch files are made in, frozen parameters that lie in other files, and memory that
+    """The folders of scratch files, the frozen parameters that are in the user's files, and the memory that
     both are read into."""
 
     def __init__(
@@ -433,9 +436,9 @@ class Disks:
         stored: Mapping[str, Pieces] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """``scratch`` makes scratch files in ``folders``, of which there may be none if nothing is to be
-        written; ``stored`` are parameters by name; ``ranks`` share all of it. Raises DiskError for a folder
-        that cannot be used."""
+        """``scratch`` creates scratch files in ``folders``, which may be empty if nothing is to be written.
+        ``stored`` are parameters by name; ``ranks`` share all of it. Raises DiskError for a folder that
+        cannot be used."""
         self.folders = folders
         self.may_write = bool(folders)
         self.stored = stored or {}
@@ -445,29 +448,29 @@ class Disks:
             scratch(folders).close()
 
     def with_stored(self, stored: Mapping[str, Pieces]) -> Disks:
-        """The same folders, beside which these parameters are ``stored`` in files."""
+        """The same folders, with these parameters ``stored`` in files."""
         return Disks(self.folders, self._scratch, stored=stored, ranks=self._ranks)
 
     def among(self, ranks: Ranks) -> Disks:
-        """The same for ``ranks``, which share the scratch files. Folders were tried before."""
+        """The same for ``ranks``, which share the scratch files. The folders were tested before."""
         return Disks(self.folders, self._scratch, stored=self.stored, ranks=ranks)
 
     def open(self) -> Scratch:
-        """New scratch files. Of ranks, an exchange."""
+        """New scratch files. With several ranks, a collective call."""
         return self._scratch(self.folders, ranks=self._ranks)
 
     def reader(self, between: torch.Tensor) -> StoredTensors:
-        """What reads the parameters in files, by way of ``between``."""
+        """The reader of the parameters in files, which uses ``between`` as a buffer."""
         return StoredTensors(between, ranks=self._ranks)
 
     @staticmethod
     def buffer(nbytes: int) -> torch.Tensor:
-        """Memory that no forked process shares."""
+        """Memory that is not shared with forked processes."""
         return mapped(nbytes, in_forks=False)
 
 
 def _judge(files: Sequence[ScratchFile], *, refuse: bool) -> None:
-    """Say that ``files``, if there are any, have no direct I/O."""
+    """Warn, or raise DiskError, if ``files`` is not empty: these have no direct I/O."""
     if not files:
         return
     found = "; ".join(f"disk={file}: {file.why_not}" for file in files)

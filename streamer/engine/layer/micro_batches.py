@@ -284,7 +284,7 @@ class MicroBatches:
         return [] if self._signature is None else list(self._signature.parameters)
 
     def expects(self, name: str) -> bool:
-        """Whether the layer's forward takes ``**kwargs``. If so, each call must pass an argument of this name."""
+        """Whether the layer's forward takes ``**kwargs``. If so, calls must pass an argument of this name."""
         kinds = [] if self._signature is None else [p.kind for p in self._signature.parameters.values()]
         if inspect.Parameter.VAR_KEYWORD not in kinds:
             return False
