@@ -95,7 +95,7 @@ def test_a_gradient_that_cannot_have_other_memory_is_refused() -> None:
         layer = model.transformer.h[1]
         kept = [param.grad.detach() for param in layer.mlp.parameters()]
         layer.mlp.zero_grad()
-        with pytest.raises(RuntimeError, match=r"'transformer\.h\.1' shares their memory .* keep copies"):
+        with pytest.raises(RuntimeError, match=r"'transformer\.h\.1' share their memory .* keep copies"):
             language_loss(model, 1).backward()
         model.zero_grad()
         before = [each.clone() for each in kept]
