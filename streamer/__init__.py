@@ -59,8 +59,8 @@ __all__ = [
     "wrap",
 ]
 
-#: The module of every public name. It is imported when the name is first asked for: torch and numba take
-#: seconds, for which `streamer --help` need not wait, and read their environment when they are loaded.
+#: The module of every public name. The name's first use imports it: torch and numba take seconds, which
+#: `streamer --help` need not wait for, and read their environment at import.
 _HOMES = {
     "AdamW": "streamer.optim.adamw",
     "CheckpointError": "streamer.errors",

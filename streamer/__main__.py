@@ -1,4 +1,4 @@
-"""``python -m streamer``, the command where its script is not on the path."""
+"""``python -m streamer``: the command without its script on the path."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Kinds of values in config files, and what an error says of an unknown name."""
+"""Kinds of values in config files, and the remedy for an unknown name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Kind:
-    """What a key may hold: the words for it in an error, the test, and the conversion of the file's value."""
+    """The values that a key accepts: a description for errors, the test, and the conversion of the value."""
 
     words: str
     accepts: Callable[[Any], bool]
@@ -39,7 +39,7 @@ def one_of(*values: str) -> Kind:
 
 
 def either(words: str, one: Kind, other: Kind) -> Kind:
-    """What ``one`` or, if not, ``other`` accepts."""
+    """The values that ``one`` or ``other`` accepts."""
     return Kind(
         words,
         lambda value: one.accepts(value) or other.accepts(value),

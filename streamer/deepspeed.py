@@ -1,6 +1,6 @@
 """`from_deepspeed_config`: a config in DeepSpeed's JSON as arguments of `wrap`, `AdamW` and the loop.
 
-The keys that decide how a model is trained are mapped; all others are named in one warning. Names and
+The keys that decide the training of a model are mapped; one warning names all others. Names and
 defaults are those of DeepSpeed 0.19 (docs/_pages/config-json.md, runtime/lr_schedules.py).
 """
 
@@ -32,22 +32,22 @@ _TABLES |= {"zero_optimization", *_OFFLOADS}
 #: Types of values in errors.
 _WORDS = {bool: "true or false", int: "an integer of 0 or more", float: "a number of 0 or more"}
 _WORDS |= {str: "a string", tuple: "an array"}
-#: Variants of Adam that train otherwise than AdamW.
+#: Variants of Adam with other updates than AdamW.
 _VARIANTS = {"amsgrad": True, "maximize": True, "bias_correction": False}
 
 
 @dataclass(frozen=True)
 class DeepSpeedConfig:
-    """A DeepSpeed config in the words of this library.
+    """A DeepSpeed config as arguments of this library.
 
     ``wrap`` and ``adamw`` are keyword arguments of `streamer.wrap` and of `streamer.AdamW`.
     ``gradient_clipping`` is the largest norm of all gradients, None for no clipping. ``micro_batch_size`` is
-    the samples of one backward, None where the config leaves it open; ``gradient_accumulation_steps`` is the
-    number of backwards in a step, by which the loop divides each loss, as DeepSpeed's engine does.
-    ``grad_scaler`` are keyword arguments of `torch.amp.GradScaler`, None unless fp16 is enabled; with a
-    scaler, clip by ``grad_scale=scaler.get_scale()`` and step through it. ``schedule`` are the arguments of
-    `warmup_schedule`, None without a scheduler section. ``not_honoured`` has the dotted names of the keys
-    that change nothing here. ::
+    the number of samples of one backward, None if the config leaves it open.
+    ``gradient_accumulation_steps`` is the number of backwards in a step, by which the loop divides each loss,
+    as DeepSpeed's engine does. ``grad_scaler`` has keyword arguments of `torch.amp.GradScaler`, None unless
+    fp16 is enabled; with a scaler, clip by ``grad_scale=scaler.get_scale()`` and step through it.
+    ``schedule`` has the arguments of `warmup_schedule`, None without a scheduler section. ``not_honoured``
+    has the dotted names of the keys without effect here. ::
 
         config = streamer.from_deepspeed_config("ds_config.json", lr=3e-4, micro_batch_size=4, ...)
         model = streamer.wrap(model, **config.wrap)
@@ -72,7 +72,7 @@ class DeepSpeedConfig:
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
         """The config's schedule for ``optimizer``: call its ``step`` after each ``optimizer.step``. Without a
-        scheduler section the learning rate stays as it is."""
+        scheduler section the learning rate does not change."""
         if self.schedule is None:
             return LambdaLR(optimizer, lambda done: 1.0)
         return warmup_schedule(optimizer, **self.schedule)
@@ -95,18 +95,18 @@ def from_deepspeed_config(
     """Read a config in DeepSpeed's JSON: the path of a file, or a dict.
 
     Optimizer and schedule, clipping, batch sizes, loss scale and dtype become arguments, and the folders of
-    offloads to "nvme" become `wrap`'s ``disk``. Every other key that is set is named in one warning.
+    offloads to "nvme" become `wrap`'s ``disk``. One warning names every other key that is set.
 
-    The keyword arguments are the values that the Hugging Face Trainer fills in: they stand for ``"auto"`` and
-    for keys that are missing, and must not contradict the config. ``dtype`` answers for ``fp16.enabled`` and
-    ``bf16.enabled``. Without an answer, ``"auto"`` is DeepSpeed's default for betas (0.9, 0.999), eps (1e-8)
-    and weight_decay (0), and the optimizer's lr for warmup_max_lr; of the three batch sizes two give the
-    third.
+    The keyword arguments are the values that the Hugging Face Trainer fills in: they replace ``"auto"`` and
+    missing keys, and must not contradict the config. ``dtype`` replaces ``fp16.enabled`` and
+    ``bf16.enabled``. Without a keyword argument, ``"auto"`` is DeepSpeed's default for betas (0.9, 0.999),
+    eps (1e-8) and weight_decay (0), and the optimizer's lr for warmup_max_lr; two of the three batch sizes
+    define the third.
 
     Raises:
-        ValueError: in one line, for a value of a wrong type or below 0, an ``"auto"`` without an answer,
-            batch sizes that contradict each other on one GPU, fp16 together with bf16, and an optimizer or a
-            schedule that does not exist here: others than Adam's and `warmup_schedule`'s.
+        ValueError: in one line, for a value of a wrong type or below 0, an ``"auto"`` without a keyword
+            argument, batch sizes that contradict each other on one GPU, fp16 together with bf16, and an
+            optimizer or a schedule that does not exist here: others than Adam's and `warmup_schedule`'s.
         OSError: for a file that cannot be read.
     """
     keys = _Keys(dict(_flat(_read(config))))
@@ -156,11 +156,11 @@ def warmup_schedule(
 ) -> LambdaLR:
     """DeepSpeed's ``WarmupLR``, ``WarmupDecayLR`` or ``WarmupCosineLR``.
 
-    The learning rate rises from ``warmup_min_lr`` to ``warmup_max_lr``, the group's own lr if that is None,
-    and stays there (WarmupLR), or falls in a line to ``warmup_min_lr`` at ``total_num_steps``
-    (WarmupDecayLR). That of WarmupCosineLR rises from ``warmup_min_ratio`` of it, and falls as a cosine to
-    ``cos_min_ratio`` of it. The first two steps run at the lowest rate, the very first of WarmupCosineLR
-    at 0. Raises ValueError where the warm-up leads to an lr of 0.
+    The learning rate rises from ``warmup_min_lr`` to ``warmup_max_lr`` (the group's own lr if that is None)
+    and stays there (WarmupLR), or falls linearly to ``warmup_min_lr`` at ``total_num_steps`` (WarmupDecayLR).
+    With WarmupCosineLR it rises from ``warmup_min_ratio`` times that rate, and falls as a cosine to
+    ``cos_min_ratio`` times it. The first two steps run at the lowest rate, the very first of WarmupCosineLR
+    at 0. Raises ValueError if the warm-up leads to an lr of 0.
     """
     warmup = max(2, warmup_num_steps)
     decay = max(1, total_num_steps - warmup)
@@ -216,18 +216,18 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 class _Keys:
-    """The values of a config by dotted key. ``left`` are those that nobody has taken yet."""
+    """The values of a config by dotted key. ``left`` are those that have not been taken."""
 
     def __init__(self, left: dict[str, Any]) -> None:
         self.left = left
 
     def take(self, key: str, kind: type, name: str = "", answer: Any = None, **auto: Any) -> Any:
-        """The config's value, else ``answer``, the keyword argument ``name``, else ``auto=`` where the config
-        has "auto", or None. Raises ValueError for a value that is no ``kind``, for an answer that the config
-        contradicts, and for an "auto" that has neither."""
+        """The config's value, else ``answer``, the keyword argument ``name``, else ``auto=`` if the config
+        has "auto", or None. Raises ValueError for a value that is not a ``kind``, for an answer that the config
+        contradicts, and for an "auto" without either."""
         value = self.left.pop(key, None)
         if value == "auto" and answer is None and name and "auto" not in auto:
-            raise ValueError(f'{key} is "auto": give {name}=... to from_deepspeed_config')
+            raise ValueError(f'{key} is "auto": pass {name}=... to from_deepspeed_config')
         if value in (None, "auto"):
             return auto.get("auto") if answer is None and value else answer
         if kind in (int, float):  # some write 1e5 for an integer
@@ -245,7 +245,7 @@ class _Keys:
         return value
 
     def one_of(self, key: str, known: tuple[str, ...]) -> Any:
-        """The config's value, None where it has none. Raises ValueError unless it is ``known``."""
+        """The config's value, None if it has none. Raises ValueError unless it is ``known``."""
         value = self.take(key, str)
         if value not in (None, *known):
             raise ValueError(f"{key} must be one of {', '.join(known)}, not {value!r}")
@@ -257,7 +257,7 @@ def _dtype(keys: _Keys, dtype: torch.dtype | None) -> torch.dtype | None:
     enabled = [name for name in ("fp16", "bf16") if keys.left.get(f"{name}.enabled") is True]
     if len(enabled) > 1:
         raise ValueError("fp16.enabled and bf16.enabled are both true: set one to false")
-    # the one that is on answers for the other
+    # an enabled one decides for the other
     auto = {} if dtype is None and not enabled else {"auto": None}
     for name in ("fp16", "bf16"):
         is_on = keys.take(f"{name}.enabled", bool, "dtype", **auto)
@@ -288,8 +288,7 @@ def _adamw(keys: _Keys, **answers: Any) -> dict[str, Any]:
 
 
 def _folders(keys: _Keys) -> list[str]:
-    """The folders of drives. Leaves the stage and pinning, which ask for what is so here in any case, out of
-    the keys that are left."""
+    """The folders of drives. Takes the stage and pinning out of ``left``: they are always on here."""
     found = []
     keys.take("zero_optimization.stage", int)
     for table in _OFFLOADS:
@@ -297,12 +296,12 @@ def _folders(keys: _Keys) -> list[str]:
         if keys.one_of(f"{table}.device", ("none", "cpu", "nvme")) == "nvme":
             found.append(keys.take(f"{table}.nvme_path", str))
             if not found[-1]:
-                raise ValueError(f'{table}.device is "nvme": give a folder of the drive as {table}.nvme_path')
+                raise ValueError(f'{table}.device is "nvme": set {table}.nvme_path to a folder of the drive')
     return list(dict.fromkeys(found))
 
 
 def _batch(keys: _Keys, micro: int | None, accumulation: int | None) -> tuple[int | None, int]:
-    """Samples of a backward, and backwards of a step: two of DeepSpeed's three numbers give the third."""
+    """Samples of a backward, and backwards of a step: two of DeepSpeed's three numbers define the third."""
     total = keys.take("train_batch_size", int, auto=None)
     follows = {} if total is None else {"auto": None}
     micro = keys.take(_MICRO, int, "micro_batch_size", micro, **follows)
@@ -320,11 +319,11 @@ def _batch(keys: _Keys, micro: int | None, accumulation: int | None) -> tuple[in
 
 
 def _scaler(keys: _Keys) -> dict[str, Any]:
-    """Arguments of GradScaler for DeepSpeed's dynamic scale, or for one that stays."""
+    """Arguments of GradScaler for DeepSpeed's dynamic scale, or for a constant one."""
     power = keys.take("fp16.initial_scale_power", int)
     interval = keys.take("fp16.loss_scale_window", int)
     if scale := keys.take("fp16.loss_scale", float):
-        # GradScaler refuses factors of 1; these are so near to it that a scale in fp32 does not change
+        # GradScaler refuses factors of 1; these are so close to 1 that a scale in fp32 does not change
         near = {"growth_factor": math.nextafter(1.0, 2.0), "backoff_factor": math.nextafter(1.0, 0.0)}
         return {"init_scale": scale, **near}
     return {"init_scale": 2.0 ** (16 if power is None else power), "growth_interval": interval or 1000}
@@ -341,7 +340,7 @@ def _schedule(keys: _Keys, lr: float | None, warmup: int | None, total: int | No
         "warmup_type": keys.one_of(f"{_SCHEDULER}warmup_type", ("log", "linear")),
     }
     if arguments["total_num_steps"] is None and name != "WarmupLR":
-        raise ValueError(f"{_SCHEDULER}total_num_steps is missing: set it, or give total_steps=...")
+        raise ValueError(f"{_SCHEDULER}total_num_steps is missing: set it, or pass total_steps=...")
     for low in ("warmup_min_lr", "warmup_min_ratio", "cos_min_ratio"):
         arguments[low] = keys.take(f"{_SCHEDULER}{low}", float, auto=None)
     highest = f"{_SCHEDULER}warmup_max_lr"

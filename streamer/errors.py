@@ -1,4 +1,4 @@
-"""What is raised for checkpoints, disks and ranks; how warnings are given; bytes in words."""
+"""Errors of checkpoints, disks and ranks; warnings; bytes as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from types import FrameType
 
-#: Packages whose lines are not the user's.
+#: Packages whose frames do not belong to the user's code.
 _OURS = frozenset(("streamer", "streamer_native", "torch", "contextlib"))
 
 
@@ -17,8 +17,8 @@ class CheckpointError(ValueError):
 
 
 class DiskError(OSError):
-    """A folder or a drive that cannot hold what is to be on disk, or a transfer that failed; one line that
-    names the folder and what to do. ``errno`` is that of the system where it gave one."""
+    """A folder or a drive that cannot hold its files, or a failed transfer; one line that names the folder
+    and the remedy. ``errno`` is the system's, if it has one."""
 
     def __init__(self, message: str, errno: int | None = None) -> None:
         super().__init__(message)
@@ -26,12 +26,12 @@ class DiskError(OSError):
 
 
 class RanksError(RuntimeError):
-    """Ranks that train one model do different things, or one of them has ended or failed; one line that says
-    what each was about to do."""
+    """Ranks that train one model do different things, or one of them has ended or failed; one line with the
+    next operation of each."""
 
 
 def notes(error: Exception) -> list[str]:
-    """What was added to ``error``, by `BaseException.add_note`."""
+    """The notes of ``error``, from `BaseException.add_note`."""
     return list(getattr(error, "__notes__", ()))
 
 
@@ -42,7 +42,7 @@ def shortened(names: Sequence[str], most: int = 10) -> str:
 
 
 def amount(nbytes: float) -> str:
-    """Bytes in the largest binary unit that leaves a figure of 1 or more."""
+    """Bytes in the largest binary unit with a figure of 1 or more."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
@@ -51,14 +51,14 @@ def amount(nbytes: float) -> str:
 
 
 def exact_amount(nbytes: int) -> str:
-    """Bytes to the byte, and in a unit that can be read where they are many."""
+    """The exact number of bytes, and a readable unit for large numbers."""
     told = f"{nbytes} byte{'s' * (nbytes != 1)}"
     return told if nbytes < 1 << 20 else f"{told} ({amount(nbytes)})"
 
 
 def warn(message: str) -> None:
-    """Warn of ``message`` at the line of the user's code from which the library was called, whatever of
-    PyTorch is in between."""
+    """Warn of ``message`` at the line of the user's code that called the library, past any frames of
+    PyTorch."""
     level, frame = 1, sys._getframe()
     while _is_ours(frame) and frame.f_back is not None:
         level, frame = level + 1, frame.f_back

@@ -1,11 +1,11 @@
-"""`chunked_cross_entropy`: the loss of a language model, whose logits are computed a chunk at a time.
+"""`chunked_cross_entropy`: the loss of a language model, with logits computed one chunk at a time.
 
 [Note: chunked loss]
-A chunk's logits, and its part of the gradients of hidden states and weight, need nothing of other chunks. So
+A chunk's logits, and its part of the gradients of hidden states and weight, do not depend on other chunks. So
 for a mean or a sum the forward pass computes the gradients too, and backward multiplies them by the incoming
 gradient. Two cases wait for backward and compute the logits again there: losses that are not reduced, which
-have an incoming gradient each, and fp16, where gradients of logits would round to zero without the loss
-scale, which comes in with backward.
+each have an incoming gradient, and fp16, whose gradients of logits would round to zero without the loss
+scale, which is known only in backward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REDUCTIONS = ("mean", "sum", "none")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@never_traced  # Dynamo would unroll the loop, and knows no attributes of a wrapped model's parameters
+@never_traced  # Dynamo would unroll the loop, and does not know attributes of a wrapped model's parameters
 def chunked_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -46,9 +46,10 @@ def chunked_cross_entropy(
 ) -> torch.Tensor:
     """The cross entropy of a head's output, without the logits of all tokens in memory at once.
 
-    The same as ``F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)`` over all tokens, with
-    PyTorch's meaning of ``ignore_index``, ``label_smoothing`` and ``reduction``: a mean over no targets is
-    NaN, with gradients of zero. With V words and C features it takes, in addition to inputs and results,
+    The result is that of ``F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)`` over all
+    tokens, with PyTorch's meaning of ``ignore_index``, ``label_smoothing`` and ``reduction``: a mean over no
+    targets is NaN, with gradients of zero. With V words and C features it takes, in addition to inputs and
+    results,
 
     - ``chunk_size * V * b`` bytes while it runs: b is 4 in fp32, 6 in bf16 and fp16, 8 in fp64; with
       ``softcap`` 8, and 16 in fp64;
@@ -59,13 +60,13 @@ def chunked_cross_entropy(
 
     Args:
         hidden: [..., C], floating point: the input of the head.
-        weight: [V, C], such as ``model.lm_head.weight``. May be a parameter of a wrapped model, whose update
-            is then waited for. Adapters on a head (peft) are not in its weight.
+        weight: [V, C], such as ``model.lm_head.weight``. For a parameter of a wrapped model, the call waits
+            for its update. Adapters on a head (peft) are not in its weight.
         targets: int64 [...], each 0 .. V - 1 or ``ignore_index``.
         bias: [V], or None.
-        chunk_size: tokens whose logits are in memory at a time. Fewer save memory, and cost time where adding
-            up the weight's gradient is no longer small compared with the products.
-        ignore_index: the target of tokens that count for nothing.
+        chunk_size: tokens whose logits are in memory at a time. Fewer save memory, but cost time once adding
+            up the weight's gradient is no longer cheap compared with the products.
+        ignore_index: the target of tokens to leave out.
         label_smoothing: from 0 to 1.
         softcap: logits become ``softcap * tanh(logits / softcap)``, in the loss's dtype.
         reduction: ``"mean"`` over the targets that are not ignored, ``"sum"``, or ``"none"``.
@@ -141,8 +142,8 @@ class Loss:
     def losses(
         self, logits: torch.Tensor, targets: torch.Tensor, factors: torch.Tensor | None
     ) -> torch.Tensor:
-        """The losses of a chunk, [tokens]. ``logits``, of the exact dtype, become their gradient if there are
-        ``factors``, [tokens], and are overwritten if there are none."""
+        """The losses of a chunk, [tokens]. ``logits``, of the exact dtype, are overwritten: by their gradient
+        if there are ``factors``, [tokens]."""
         slope = None
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_()
@@ -199,7 +200,7 @@ def _over_chunks(
             of_weight.add_(of_logits.t() @ hidden[rows])
 
     starts = range(0, len(targets), loss.chunk_size)
-    if targets.is_meta and len(starts) > 2:  # in a plan: all chunks but the last are as long as the first
+    if targets.is_meta and len(starts) > 2:  # in a plan: all chunks except the last are as long as the first
         with repeated(len(starts) - 1):
             take(0)
         starts = starts[-1:]
@@ -252,7 +253,7 @@ class CrossEntropy(torch.autograd.Function):
                 factors = loss.factors(targets) * incoming
                 _, gradients = _over_chunks(loss, inputs, targets, factors, ctx.wanted)
         else:
-            # in place where the graph goes, and with it these
+            # in place if the graph is freed, and these with it
             times = torch.Tensor.mul if graph_is_retained() else torch.Tensor.mul_
             gradients = [None if saved is None else times(saved, incoming) for saved in ctx.saved_tensors]
         pairs = zip(gradients, ctx.dtypes, strict=True)
@@ -266,29 +267,29 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[None]:
 
 
 def _compute_dtype(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.dtype:
-    """The dtype in which `F.linear` would give the logits."""
+    """The dtype in which `F.linear` computes the logits."""
     given = [tensor.dtype for tensor in (hidden, weight, bias) if tensor is not None]
     kind = hidden.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        # which leaves float64 alone
+        # which does not change float64
         given = [dtype if dtype == torch.float64 else torch.get_autocast_dtype(kind) for dtype in given]
     if len(set(given)) > 1 or given[0] not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in given)
         raise ValueError(
-            f"hidden, weight and bias are of {names}: give them in one floating-point dtype, or run under "
+            f"hidden, weight and bias are of {names}: pass them in one floating-point dtype, or run under "
             "torch.autocast"
         )
     return given[0]
 
 
 def _wait_for_update(param: torch.Tensor) -> None:
-    """Wait until an update of ``param`` that was queued is done."""
+    """Wait until a queued update of ``param`` is done."""
     home = home_of(param)
     if home is None or home.executor.released:
         return
     if home.unit is home.executor.root:
         if torch.is_grad_enabled():
-            home.unit.wanted()  # refuses gradients that there is no room for
+            home.unit.wanted()  # refuses gradients without room
         home.executor.begin()
     else:
         home.executor.issuer.wait([ops.shard(home.unit.index)])

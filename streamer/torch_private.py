@@ -1,8 +1,8 @@
 """Names of PyTorch that this library uses and PyTorch does not document.
 
-Any release may change them. Where one is missing, `_find` raises an ImportError of one line that says what
-the library does by it; functions below say what happens where theirs are missing. Each has a test of its
-behaviour in tests/test_torch_private.py, which passes with releases 2.10 to 2.15.
+Any release may change them. If one is missing, `_find` raises an ImportError of one line that names its use
+in the library; functions below document their own fallbacks. Each has a test of its behaviour in
+tests/test_torch_private.py, which passes with releases 2.10 to 2.15.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def _find(path: str, why: str) -> Any:
-    """The attribute ``path`` of ``torch``. Raises ImportError, with ``why``, where it is missing."""
+    """The attribute ``path`` of ``torch``. Raises ImportError, with ``why``, if it is missing."""
     found: Any = torch
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -40,8 +40,8 @@ def _find(path: str, why: str) -> Any:
     return found
 
 
-# tensor subclasses: `SubclassesOff` opens a block in which PyTorch takes them for plain tensors,
-# `SubclassesOn` one inside of it in which it does not
+# tensor subclasses: `SubclassesOff` opens a block in which PyTorch treats them as plain tensors,
+# `SubclassesOn` one inside it in which it does not
 SubclassesOff: Any = _find("_C.DisableTorchFunctionSubclass", "touches guarded parameters as plain ones")
 SubclassesOn: Any = _find("_C._EnableTorchFunction", "runs a layer as its user would")
 
@@ -58,7 +58,7 @@ run_backward: Callable[..., Any] = _find(
     "autograd.Variable._execution_engine.run_backward", "goes back through a layer's own graph"
 )
 
-# hooks for saved tensors (pack, unpack): take off those that were set last, set others, look at the last
+# hooks for saved tensors (pack, unpack): remove the last ones, set others, read the last ones
 _HOOKS = "saves past a checkpoint"
 pop_saved_hooks: Callable[[], None] = _find("_C._autograd._pop_saved_tensors_default_hooks", _HOOKS)
 push_saved_hooks: Callable[[Callable[..., Any], Callable[..., Any]], None] = _find(
@@ -82,8 +82,8 @@ is_batched: Callable[[torch.Tensor], bool] = _find(
     "_C._functorch.is_legacy_batchedtensor", "refuses batched gradients"
 )
 
-# a GradScaler divides gradients by its scale with the first of these, or checks whether they are finite;
-# they all take numbers that PyTorch has copied with ``non_blocking=True``: a scale, a flag, a learning rate
+# GradScaler divides gradients by its scale with the first of these, or checks whether they are finite; all of
+# them read numbers that PyTorch has copied with ``non_blocking=True``: a scale, a flag, a learning rate
 check_finite: Callable[..., Any] = _find(
     "_amp_foreach_non_finite_check_and_unscale_", "knows what a GradScaler does to gradients"
 )
@@ -94,9 +94,9 @@ take_copies: frozenset[Callable[..., Any]] = frozenset(
     )
 )
 
-# memory: an event of CUDA without the frame of Python that `torch.cuda.Event` adds, the holders of a
-# storage, settings of CUDA's allocator (written as in ``PYTORCH_CUDA_ALLOC_CONF``; those left out go back
-# to defaults)
+# memory: a CUDA event without the Python frame that `torch.cuda.Event` adds, the holders of a storage,
+# settings of CUDA's allocator (written as in ``PYTORCH_CUDA_ALLOC_CONF``; omitted ones return to their
+# defaults)
 CudaMark: Any = _find("_C._CudaEventBase", "marks when copies and kernels are done")
 _use_count: Callable[[int], int] = _find("_C._storage_Use_Count", "sees who else holds a slot")
 _LIMIT = "keeps to a limit of device memory"
@@ -105,15 +105,15 @@ _allocator_now: Any = _find("cuda.memory._snapshot", _LIMIT)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """The identity of the storage of ``tensor``, also on the meta device, where all addresses are equal. Of a
-    tensor without a storage (a sparse one) it is negative, and of this object alone."""
+    """The identity of the storage of ``tensor``, also on the meta device, where all addresses are equal. For
+    a tensor without a storage (a sparse one) it is negative, and unique to this object."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:
         return -id(tensor)
 
 
-#: By layout, the functions that find the tensors of which a sparse tensor consists.
+#: By layout, the functions that return the tensors in a sparse tensor.
 _SPARSE_PARTS: dict[torch.layout, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {
     torch.sparse_coo: (torch.Tensor._indices, torch.Tensor._values),
     torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values),
@@ -124,7 +124,7 @@ _SPARSE_PARTS: dict[torch.layout, tuple[Callable[[torch.Tensor], torch.Tensor], 
 
 
 def is_sparse(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is sparse, in whatever layout."""
+    """Whether ``tensor`` is sparse, in any layout."""
     return tensor.layout in _SPARSE_PARTS
 
 
@@ -135,7 +135,7 @@ def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def sparse_of(like: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A sparse tensor as ``like``, made of other ``parts``, as from `sparse_parts`."""
+    """A sparse tensor in the form of ``like``, with other ``parts``, as from `sparse_parts`."""
     if like.layout is torch.sparse_coo:
         make: Any = partial(torch.sparse_coo_tensor, is_coalesced=like.is_coalesced())
     else:
@@ -146,7 +146,7 @@ def sparse_of(like: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the storage of ``tensor``; of its elements where it has none that can be reached."""
+    """Bytes of the storage of ``tensor``; of its elements if it has no accessible storage."""
     try:
         return tensor.untyped_storage().nbytes()
     except NotImplementedError:
@@ -159,37 +159,37 @@ def storage_owners(tensor: torch.Tensor) -> int:
 
 
 def top_saved_hooks() -> Any:
-    """The hooks for saved tensors, (pack, unpack), that were set last; None where there are none."""
+    """The hooks for saved tensors, (pack, unpack), that were set last; None if there are none."""
     return _top_hooks(True)
 
 
 def set_accumulation_hook(leaf: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Give ``leaf``, which has no such hooks, one that runs when a gradient was added, as
+    """Set a hook on ``leaf``, which has no such hooks, that runs after a gradient was added, as
     `torch.Tensor.register_post_accumulate_grad_hook` does, without a handle."""
     leaf._post_accumulate_grad_hooks = OrderedDict(only=hook)
 
 
 def allocator_settings() -> dict[str, Any]:
-    """The settings of PyTorch's allocator of CUDA memory; under ``PYTORCH_CUDA_ALLOC_CONF`` the text that was
-    set last, in the environment or since."""
+    """The settings of PyTorch's allocator of CUDA memory; with ``PYTORCH_CUDA_ALLOC_CONF`` the text that was
+    set last, in the environment or later."""
     return dict(_allocator_now()["allocator_settings"])
 
 
 def skip_code(code: CodeType) -> None:
-    """Let `torch.compile` run functions with this ``code``, and what they call, as they are."""
+    """Make `torch.compile` run functions with this ``code``, and their callees, uncompiled."""
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
 
 
 def without_compiler(method: Callable[P, T]) -> Callable[P, T]:
-    """``method`` without the wrapper by which `torch.compile` leaves it alone, unless the compiler is
+    """``method`` without the wrapper that keeps `torch.compile` away from it, unless the compiler is
     imported: the wrapper imports it, which takes as long as all of PyTorch."""
     plain: Callable[P, T] = getattr(method, "__wrapped__", method)
     return method if "torch._dynamo" in sys.modules else plain
 
 
 def without_values() -> AbstractContextManager[object]:
-    """Inside of the block PyTorch makes tensors that have shapes and storages, and no values or memory."""
+    """Inside the block PyTorch creates tensors with shapes and storages, but without values or memory."""
     # imported here: it takes half a second
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -197,18 +197,18 @@ def without_values() -> AbstractContextManager[object]:
 
 
 def in_forward_mode() -> bool:
-    """Whether forward-mode differentiation is going on."""
+    """Whether forward-mode differentiation is active."""
     return forward_ad._current_level >= 0
 
 
 def in_distributed_forward() -> bool:
-    """Whether a module inside of a `DistributedDataParallel` is running its forward."""
+    """Whether a module inside a `DistributedDataParallel` is running its forward."""
     return DistributedDataParallel._active_ddp_module is not None
 
 
 def group_timeout(group: Any, device: torch.device) -> timedelta:
-    """The timeout of a process group's collectives on ``device``; where its backend has none, PyTorch's
-    default for gloo, 30 minutes."""
+    """The timeout of a process group's collectives on ``device``; if its backend has none, PyTorch's default
+    for gloo, 30 minutes."""
     try:
         found = group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
@@ -217,7 +217,7 @@ def group_timeout(group: Any, device: torch.device) -> timedelta:
 
 
 def store_of(name: str) -> Any:
-    """The store of torch.distributed, for keys that begin with ``name``, by a connection of its own."""
+    """The store of torch.distributed, for keys that begin with ``name``, on a separate connection."""
     from torch import distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
 
@@ -234,7 +234,7 @@ def gloo_group(store: Any, name: str, rank: int, size: int, timeout: timedelta) 
 
 
 def all_gather_flat(found: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
-    """Let ``found`` be what each rank of ``group`` has for ``mine``, one after the other."""
+    """Fill ``found`` with the ``mine`` of each rank of ``group``, one after the other."""
     from torch import distributed as dist  # PyTorch may be built without it
 
     # newer releases warn of the old name
@@ -243,6 +243,6 @@ def all_gather_flat(found: torch.Tensor, mine: torch.Tensor, group: Any) -> None
 
 
 def import_compiler() -> None:
-    """Import `torch._dynamo`, which some operations do when they first run: the frames of that import keep
+    """Import `torch._dynamo`, which some operations do at their first run: the frames of that import keep
     tensors that a plan would count."""
     importlib.import_module("torch._dynamo")

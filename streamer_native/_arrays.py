@@ -1,4 +1,4 @@
-"""The check that stands before every kernel: compiled code would read past the end of a wrong array."""
+"""The check before every kernel: compiled code would read past the end of a wrong array."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ Uint32Array = npt.NDArray[np.uint32]
 Int64Array = npt.NDArray[np.int64]
 
 FLOAT32 = np.dtype(np.float32)
-BFLOAT16 = np.dtype(np.uint16)  # NumPy has no bfloat16: its bits travel as uint16
+BFLOAT16 = np.dtype(np.uint16)  # NumPy has no bfloat16: its bits are passed as uint16
 FLOAT16 = np.dtype(np.float16)
 INT8 = np.dtype(np.int8)
 UINT8 = np.dtype(np.uint8)
@@ -35,7 +35,7 @@ def check(
     """Return the number of elements of `array`, or raise an error that names the remedy.
 
     Raises TypeError if it is not a NumPy array, and ValueError if it is not one-dimensional and contiguous,
-    has none of `dtypes`, has not `size` elements, or is `written` to and read-only.
+    if its dtype is not in `dtypes` or its size is not `size`, or if it is `written` to and read-only.
     """
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{name} is a {type(array).__name__}; pass a NumPy array, such as tensor.numpy()")
@@ -54,5 +54,5 @@ def check(
 
 
 def for_kernel(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """`array` as kernels take it: float16 as its bits, int16, for Numba does not compute with it."""
+    """`array` for a kernel: float16 as its bits, int16, since Numba does not compute with float16."""
     return array.view(np.int16) if array.dtype == FLOAT16 else array

@@ -1,9 +1,9 @@
-"""How every kernel of this package is compiled.
+"""The compilation of every kernel of this package.
 
 `kernel` compiles a loop over the blocks that a thread claims (`_threads.claimed`), `inline` and `reduction`
-the functions that such a loop calls. The shape that vectorises is always the same: `kernel` goes through
-blocks of `BLOCK` elements and hands slices to an `inline` function, whose own loop counts from 0. A signed
-`range(lo, hi)` in the kernel itself would stay scalar and take six times as long.
+the functions that such a loop calls. Only one form vectorises: `kernel` goes through blocks of `BLOCK`
+elements and passes slices to an `inline` function, whose own loop counts from 0. A signed `range(lo, hi)` in
+the kernel itself would stay scalar and take six times as long.
 """
 
 import hashlib
@@ -23,14 +23,14 @@ _log = logging.getLogger("streamer_native")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Elements per block: long enough to hide the call, short enough to share out evenly; 2k to 512k do alike.
+# Elements per block: long enough to hide the call, short enough to divide evenly; 2k to 512k perform alike.
 BLOCK = 16384
 
 # Elementwise work is compiled as written. With `contract` LLVM may fuse either product of `a * b + c * d`,
-# and it did choose differently in two kernels: the split master no longer equalled the fp32 one. What is to
-# be fused says so (`fused_multiply_add`), and the result is the same on every processor, vector or tail.
-# A sum needs lanes, hence `reassoc`. No kernel may assume away NaN and Inf (`nnan`, `ninf`): they must reach
-# whoever checks for them.
+# and it did choose differently in two kernels: the split master no longer equalled the fp32 one. Code that
+# needs a fused operation calls `fused_multiply_add`, and the result is the same on every processor, vector or
+# tail. A sum needs lanes, hence `reassoc`. No kernel may assume away NaN and Inf (`nnan`, `ninf`): checks
+# after the kernel need them.
 _REDUCTION = {"contract", "reassoc", "nsz"}
 
 
@@ -54,12 +54,12 @@ def _writable(folder: Path) -> bool:
 
 
 def _cache_folder() -> str | None:
-    """Where compiled kernels are kept: NUMBA_CACHE_DIR, or a folder of the user's; None if it cannot be
+    """The folder of compiled kernels: NUMBA_CACHE_DIR, or a folder of the user's; None if it cannot be
     written.
 
-    Numba would keep them beside the sources. But pip leaves a folder in site-packages that holds files which
-    it has not installed, and what is left of a package hides the one that is then installed elsewhere, as an
-    editable install is.
+    Numba would keep them next to the sources. But pip leaves a folder in site-packages if it holds files that
+    pip has not installed, and the rest of a package hides the same package installed elsewhere, such as an
+    editable install.
     """
     if numba.config.CACHE_DIR:  # type: ignore[attr-defined]
         folder = Path(numba.config.CACHE_DIR)  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ def _cache_folder() -> str | None:
 
 
 def _remove_old_cache(folder: Path) -> None:
-    """Remove what earlier versions have kept beside the sources in ``folder``."""
+    """Remove files of earlier versions next to the sources in ``folder``."""
     with suppress(OSError):
         for path in (folder / "__pycache__").glob("*.nb[ic]"):
             path.unlink()
@@ -86,7 +86,7 @@ _remove_old_cache(Path(__file__).parent)
 
 @contextmanager
 def _kept_in(folder: str) -> Iterator[None]:
-    """Inside the block functions are compiled with a cache in ``folder``, whatever that of others is."""
+    """Inside the block functions are compiled with a cache in ``folder``, independent of other caches."""
     others = numba.config.CACHE_DIR  # type: ignore[attr-defined]
     numba.config.CACHE_DIR = folder  # type: ignore[attr-defined]
     try:
@@ -96,14 +96,14 @@ def _kept_in(folder: str) -> Iterator[None]:
 
 
 def kernel(function: Function) -> Function:
-    """Compile a kernel, cached on disk where a folder can be written: see `_cache_folder`.
+    """Compile a kernel, cached on disk if a folder can be written: see `_cache_folder`.
 
-    Numba's cache notices an edit to the file that holds the kernel, but not to one whose functions it calls.
-    The name of a cache file is made from `__qualname__`, so a fingerprint of the whole package goes in there.
+    Numba's cache notices an edit to the file of the kernel, but not to a file whose functions it calls. The
+    name of a cache file includes `__qualname__`, so a fingerprint of the whole package goes in there.
     """
     function.__qualname__ = f"{function.__qualname__}_{_FINGERPRINT}"
     compiled = partial(numba.njit, nogil=True, error_model="numpy")
-    if _CACHE_FOLDER is None:  # a read-only home: compile anew in each process
+    if _CACHE_FOLDER is None:  # a read-only home: compile again in each process
         return cast(Function, compiled()(function))
     with _kept_in(_CACHE_FOLDER):
         return cast(Function, compiled(cache=True)(function))
@@ -115,14 +115,14 @@ def inline(function: Function) -> Function:
 
 
 def reduction(function: Function) -> Function:
-    """Compile a function to be called from a kernel whose sums may be taken in any order, hence in lanes."""
+    """Compile a function for a kernel, with sums in any order, and so in lanes."""
     return cast(Function, numba.njit(nogil=True, fastmath=_REDUCTION, error_model="numpy")(function))
 
 
 class _FirstCompile(event.Listener):
-    """Says once in a process why it stands still: a kernel is compiled that no cache had.
+    """Logs once in a process why it pauses: a kernel is compiled that no cache had.
 
-    Numba tells of a compilation only after it has looked in vain in the cache on disk.
+    Numba reports a compilation only if the kernel is not in the cache on disk.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The kernels of AdamW with fp32 moments: fp32, fp16 and split masters.
 
-Every layout, those of the other kernel files too, calls the same scalar function, so all give the same master
-to the bit where they hold the same state. `adam.py` has the formula and the contracts.
+Every layout, including those of the other kernel files, calls the same scalar function, so all compute
+bitwise the same master from the same state. `adam.py` has the formula and the contracts.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ from streamer_native.segments import Coefficients, Pieces, coefficients_of
 def moments(
     grad: np.float32, exp_avg: np.float32, exp_avg_sq: np.float32, c: Coefficients
 ) -> tuple[np.float32, np.float32, np.float32]:
-    """One element: the new (exp_avg, exp_avg_sq), and the square root of the last."""
+    """One element: the new (exp_avg, exp_avg_sq), and the square root of the latter."""
     grad = grad * c.grad_scale
     exp_avg = fused_multiply_add(c.one_minus_beta1, grad - exp_avg, exp_avg)
     exp_avg_sq = fused_multiply_add(c.one_minus_beta2 * grad, grad, c.beta2 * exp_avg_sq)
@@ -36,7 +36,7 @@ def moved(master: np.float32, exp_avg: np.float32, root: np.float32, c: Coeffici
     denominator = fused_multiply_add(c.root_correction, root, c.eps)
     master = master - fused_multiply_add(c.decay, master, c.step_size * (exp_avg / denominator))
     # A GPU's own NaN, 0x7fffffff, would be split into a weight of -0 (see [Note: split master]), and the next
-    # forward would run on zeros. The plain quiet NaN stays one when split.
+    # forward would run on zeros. The plain quiet NaN stays NaN when split.
     return float32_from_bits(np.uint32(0x7FC00000)) if master != master else master
 
 
@@ -83,7 +83,7 @@ def _fp16_piece(
     c: Coefficients,
 ) -> None:
     for i in range(master.size):
-        # a weight that is not its master rounded was written since the last update, and is the master now
+        # a weight that differs from its rounded master was written since the last update: it is the master
         exact = master[i] if narrow_half(master[i]) == weight[i] else to_float32(weight[i])
         master[i], exp_avg[i], exp_avg_sq[i] = update(
             exact, to_float32(grad[i]), exp_avg[i], exp_avg_sq[i], c

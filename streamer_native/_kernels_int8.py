@@ -4,22 +4,22 @@
 [-127, 127]. exp_avg_sq is a float of eight bits, five of exponent and three of fraction: code 0 is 0, and any
 other is the float32 whose bits are `bits of the scale + code * 2^20`. Such codes reach 2^32 down from the
 largest of a block with steps of an eighth to a sixteenth; evenly spaced ones would leave most of a block
-without a second moment. Both scales are computed anew at every step, from the block's largest value: a bound
-that is carried on only ever grows. (Blocks and their scales: Dettmers et al., 8-bit Optimizers via Block-wise
-Quantization, ICLR 2022; the codes and the rounding are ours.)
+without a second moment. Both scales are computed again at every step, from the block's largest value: a bound
+carried from step to step only ever grows. (Blocks and their scales: Dettmers et al., 8-bit Optimizers via
+Block-wise Quantization, ICLR 2022; the codes and the rounding are ours.)
 
-Both are rounded stochastically and without bias: to the nearest code, a second moment at beta2 = 0.999 would
-never move. Only what lies below the first code of exp_avg_sq breaks the rule: it gets code 1, unless it is
-zero. As 0 it would leave an update with nothing to divide by.
+Both are rounded stochastically and without bias: rounded to the nearest code, a second moment at
+beta2 = 0.999 would never move. Only values below the first code of exp_avg_sq are an exception: they get code
+1, unless they are zero. With code 0 an update would divide by zero.
 
-An element whose first moment is NaN or Inf counts for no scale, lest it spoil the block, and its moments
-begin again from zero; a second moment above 2^127 counts as that.
+An element whose first moment is NaN or Inf counts for no scale, so that it does not spoil the block, and its
+moments restart from zero; a second moment above 2^127 is treated alike.
 
-[Note: three loops] A processor looks ahead a hundred or two instructions, and of the whole update of an
-element, with its long chain of root, quotient and rounding, that is two vectors: it would stand and wait. The
+[Note: three loops] A processor looks ahead a hundred or two instructions. Of the whole update of an element,
+with its long chain of root, quotient and rounding, that is two vectors, and the processor would stall. The
 same work as short loops over a scratch in the nearest cache takes a fifth less: new moments; masters; codes.
-NaN and Inf are looked for once in a block and seen to outside the loops. (Pairs of elements, as bfloat16 has
-them, made these loops half as slow again.)
+NaN and Inf are checked once in a block and handled outside the loops. (Pairs of elements, as for bfloat16,
+slowed these loops by half.)
 """
 
 import numpy as np
@@ -42,12 +42,12 @@ _20 = np.uint32(20)  # bits of a float32 below those that are a code of exp_avg_
 _CODES = np.float32(127)
 _SQ_CODES = np.int32(255)
 _SMALLEST_SCALE = np.float32(2.0**-126)  # the inverse of anything smaller may overflow
-_JUST_BELOW_1 = np.float32(1 - 2.0**-22)  # so that the largest value never rounds to a code that is not there
+_JUST_BELOW_1 = np.float32(1 - 2.0**-22)  # so that the largest value never rounds beyond the last code
 
 
 @inline
 def _size_bits(value: np.float32) -> np.uint32:
-    """The bits of the absolute value: ordered as it is, NaN above all, and as integers they vectorise."""
+    """The bits of the absolute value. They have its order, NaN above all, and as integers they vectorise."""
     return np.uint32(float32_bits(value) & np.uint32(0x7FFFFFFF))
 
 
@@ -95,7 +95,7 @@ def _move_masters(
 def _without_non_finite(
     new_exp_avg: Float32Array, new_exp_avg_sq: Float32Array
 ) -> tuple[np.uint32, np.uint32]:
-    """Clear the moments that are not finite, and return the largest again."""
+    """Clear the moments that are not finite, and return the largest of the others."""
     largest, largest_sq = np.uint32(0), np.uint32(0)
     for i in range(new_exp_avg.size):
         spoiled = _size_bits(new_exp_avg[i]) >= _INF
@@ -109,7 +109,7 @@ def _without_non_finite(
 
 @inline
 def _scale(largest: np.uint32) -> tuple[np.float32, np.float32]:
-    """The scale of exp_avg and, a hair too small, its inverse; both 0 where the inverse might overflow."""
+    """The scale of exp_avg and its inverse, slightly too small; both 0 if the inverse might overflow."""
     scale = float32_from_bits(largest) / _CODES
     if scale < _SMALLEST_SCALE:
         return np.float32(0), np.float32(0)
@@ -124,7 +124,7 @@ def _round_exp_avg(
     for i in range(exp_avg.size):
         random = np.uint32(table[i] ^ shared)
         # Between 256 and 512 the last place of a float32 is 2^-15: its bits are a fixed-point number. 384 is
-        # the middle, and 128 (here 0x400000) more brings the code of 0 to 0, modulo 256.
+        # the middle, and 128 (here 0x400000) more maps the code of 0 to 0, modulo 256.
         fixed = float32_bits(fused_multiply_add(new_exp_avg[i], inverse, np.float32(384)))
         noise = np.uint32(np.uint32(random & np.uint32(0x7FFF)) | np.uint32(0x400000))
         exp_avg[i] = np.uint8(np.uint32(np.uint32(fixed + noise) >> _15))
@@ -138,8 +138,8 @@ def _round_exp_avg_sq(
     table: Uint32Array,
     shared: np.uint32,
 ) -> None:
-    """The other half, with the upper 17 random bits: what is added to the bits below a code carries into it
-    as often as they are large. ``first`` is where the codes begin, as the upper bits of a float32."""
+    """The other half, with the upper 17 random bits: added to the bits below a code, they carry into it with
+    a probability equal to those bits. ``first`` is the start of the codes, as upper bits of a float32."""
     for i in range(exp_avg_sq.size):
         bits = float32_bits(new_exp_avg_sq[i])
         noise = np.uint32(np.uint32(np.uint32(table[i] ^ shared) >> _12) & np.uint32(0xFFFF8))

@@ -1,4 +1,4 @@
-"""What Numba has no spelling for inside a kernel: bits reinterpreted, and one fused multiply-add."""
+"""Operations in a kernel that Numba lacks: bits reinterpreted, and one fused multiply-add."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -58,11 +58,11 @@ float32_bits = cast(Callable[[np.float32], np.uint32], intrinsic(_float32_bits))
 # The float32 with these uint32 bits.
 float32_from_bits = cast(Callable[[np.uint32], np.float32], intrinsic(_float32_from_bits))
 
-# A float32 as it is, a uint16 widened as bfloat16 bits, an int16 as float16 bits: so one loop serves all
-# dtypes of a gradient.
+# A float32 unchanged, a uint16 widened as bfloat16 bits, an int16 as float16 bits: one loop serves all dtypes
+# of a gradient.
 to_float32 = cast(Callable[[np.float32 | np.uint16 | np.int16], np.float32], intrinsic(_to_float32))
 
-# The float16 bits nearest to a float32, ties to even; beyond 65504 Inf, a NaN stays one.
+# The float16 bits nearest to a float32, ties to even; Inf beyond 65504; NaN stays NaN.
 narrow_half = cast(Callable[[np.float32], np.int16], intrinsic(_narrow_half))
 
 # factor * other_factor + addend in float32, rounded once.

@@ -3,7 +3,7 @@
 Each store that narrows sixteen 32-bit lanes to 16 bits costs AVX-512 several cycles (Zen 4: 0.07 ns for each
 element); shifting two results into one lane costs next to nothing. With four such arrays, weight, remainder
 and both moments, that is a quarter of the time. The element with the even index is the lower half, on any
-machine that counts bytes from the little end.
+little-endian machine.
 
 An odd last element is copied out to buffers with a neighbour of zero bits, updated there, and copied back.
 

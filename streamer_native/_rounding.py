@@ -1,12 +1,11 @@
-"""Random bits for stochastic rounding, as a function of what is rounded and not of what ran before.
+"""Random bits for stochastic rounding, a function of the rounded elements and not of earlier calls.
 
 The bits of an element are those of a fixed table at its place in its run of `RUN` elements, xored with a hash
 of (seed, step, first element of the run): a counter-based generator (Salmon et al., Parallel random numbers:
-as easy as 1, 2, 3, SC 2011), of which a run shares one draw.
-Over the steps, and over the runs, each element's
-bits are uniform and independent, which is what an unbiased moment needs; two elements of one run are tied.
-A hash for each element would cost as much as the update itself. Nothing depends on the number of threads or
-on earlier calls, and a resumed run draws the same bits again.
+as easy as 1, 2, 3, SC 2011) with one draw for each run. Over the steps, and over the runs, each element's
+bits are uniform and independent, as an unbiased moment needs; two elements of one run are correlated. A hash
+for each element would cost as much as the update itself. Nothing depends on the number of threads or on
+earlier calls, and a resumed run draws the same bits again.
 
 Numba widens uint32 arithmetic to 64 bits, hence the cast after every operation.
 """
@@ -23,7 +22,7 @@ _MASK = (1 << 64) - 1
 
 
 def key(seed: int, step: int) -> int:
-    """The 32 bits that stand for (seed, step): each 64-bit half through the mixer of splitmix64.
+    """A hash of (seed, step) in 32 bits: each 64-bit half goes through the mixer of splitmix64.
 
     (Steele, Lea & Flood, Fast splittable pseudorandom number generators, OOPSLA 2014.)
     """
@@ -40,7 +39,7 @@ def key(seed: int, step: int) -> int:
 def draw(first: np.uint32, key: np.uint32) -> np.uint32:
     """The 32 random bits that a run shares at one step.
 
-    The finaliser with the least bias known of two multiplications (C. Wellons, hash-prospector: lowbias32).
+    The least biased known finaliser with two multiplications (C. Wellons, hash-prospector: lowbias32).
     """
     x = np.uint32(first + key)
     x = np.uint32(x ^ np.uint32(x >> np.uint32(16)))
@@ -60,5 +59,5 @@ def narrow_randomly(value: np.float32, random: np.uint32) -> np.uint16:
     return np.uint16(0x7FC0) if value != value else np.uint16(raised >> np.uint32(16))
 
 
-#: The bits by place in the run, 16 for an element; any will do that are uniform, as splitmix64's are.
+#: The bits by place in the run, 16 for an element; any uniform bits will do, such as splitmix64's.
 TABLE = np.array([key(place, RUN) for place in range(RUN // 2)], np.uint32)

@@ -1,18 +1,18 @@
-"""How the blocks of one kernel call are shared out to threads. `share_out` is the one door to every kernel.
+"""Divides the blocks of one kernel call among threads. Every kernel is called by `share_out`.
 
 [Note: threads that sleep]
 The threads are Python's own. Each of them, and the caller, enters the same compiled kernel, which needs no
-GIL, and takes one block after another from a counter that they share. Between calls the threads sleep in the
-queue that brings them work. The threads of an OpenMP library spin for milliseconds after each parallel loop
-instead, unless an environment variable is set before the library is loaded; where another process uses the
-cores, the spinning threads take them from those that have work to do. That library is PyTorch's too, so its
-settings are not for this package to change.
+GIL, and takes one block after another from a counter that they share. Between calls the threads sleep in a
+queue of work. The threads of an OpenMP library instead spin for milliseconds after each parallel loop, unless
+an environment variable is set before the library is loaded; if another process uses the cores, the spinning
+threads take them from threads that have work to do. That library is PyTorch's too, so this package must not
+change its settings.
 
 The caller never waits for a thread that has not begun: when no block is left, the caller withdraws the
 request. So a thread that gets no core, or no GIL, slows nothing down, and a forked process, which has none of
 the threads, computes alone.
 
-Which thread takes a block changes nothing in the result: no block depends on another.
+The result does not depend on which thread takes a block: no block depends on another.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from streamer_native._compile import BLOCK, inline
 
 Arrays = TypeVar("Arrays", bound=tuple[Any, ...])
 
-#: What the threads of one call share, [2]: the next block that nobody has taken, and the number of blocks.
+#: The counters that the threads of one call share, [2]: the next free block, and the number of blocks.
 Blocks = Int64Array
 
 
@@ -75,7 +75,7 @@ borrowed = cast(Callable[[Arrays], Arrays], intrinsic(_borrow))
 
 @inline
 def claimed(blocks: Blocks) -> Iterator[int]:
-    """In a kernel: the numbers of the blocks that are this thread's."""
+    """In a kernel: the numbers of this thread's blocks."""
     block = _take_block(blocks)
     while block < blocks[1]:
         yield block
@@ -83,7 +83,7 @@ def claimed(blocks: Blocks) -> Iterator[int]:
 
 
 def num_blocks(size: int) -> int:
-    """How many blocks of `BLOCK` elements an array of ``size`` has; the last may be short."""
+    """The number of blocks of `BLOCK` elements in an array of ``size``; the last may be short."""
     return -(-size // BLOCK)
 
 
@@ -91,7 +91,7 @@ Ends = queue.SimpleQueue[BaseException | None]
 
 
 class _Team:
-    """Threads that wait for work, started as they are first needed."""
+    """Threads that wait for work, each started at its first use."""
 
     def __init__(self) -> None:
         self._size = 0
@@ -99,8 +99,8 @@ class _Team:
         self._in_use = threading.Lock()
 
     def run(self, work: Callable[[], None], helpers: int) -> None:
-        """Call ``work`` in the caller's thread and in at most ``helpers`` others, and raise what any of them
-        has raised. Calls of `run` take turns."""
+        """Call ``work`` in the caller's thread and in at most ``helpers`` others, and raise any error of
+        theirs. Only one call of `run` works at a time."""
         with self._in_use:
             while self._size < helpers:
                 self._size += 1
@@ -116,7 +116,7 @@ class _Team:
             raise error
 
     def _withdraw(self) -> int:
-        """Take back the requests that no thread has begun; how many those were."""
+        """Withdraw the requests that no thread has begun; returns their number."""
         number = 0
         with contextlib.suppress(queue.Empty):
             while True:
@@ -133,14 +133,14 @@ class _Team:
             # the caller of `run` raises it
             except BaseException as failure:  # noqa: BLE001
                 error = failure
-            # who is told of the end may count on nobody holding the arrays any more
+            # after this signal the caller may rely on no thread holding the arrays
             del work
             ends.put(error)
             del ends, error
 
 
 _team = _Team()
-# in a child none of the threads lives, and one of the parent's may have been in use
+# a forked child has none of the threads, and a lock of the parent's may have been in use
 os.register_at_fork(after_in_child=_team.__init__)  # type: ignore[misc]
 
 
@@ -152,20 +152,20 @@ _setting = _Setting()
 
 
 def num_threads_available() -> int:
-    """The most threads that `set_num_threads` takes: what Numba was started with, one for each core."""
+    """The most threads that `set_num_threads` takes: Numba's number at start, one for each core."""
     return int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]  # config fills itself at run time
 
 
 def get_num_threads() -> int:
-    """How many threads the kernels use that the calling thread enters."""
+    """The number of threads of kernels called by this thread."""
     return _setting.num_threads or num_threads_available()
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Set how many threads the kernels use that the calling thread enters; other threads have settings of
-    their own, the most there are to begin with.
+    """Set the number of threads of kernels called by this thread. Other threads have their own settings, at
+    first the maximum.
 
-    Raises ValueError if `num_threads` is not between 1 and the number Numba was started with.
+    Raises ValueError if `num_threads` is not between 1 and Numba's number at start.
     """
     most = num_threads_available()
     if not 1 <= num_threads <= most:
@@ -178,9 +178,9 @@ def set_num_threads(num_threads: int) -> None:
 
 def share_out(kernel: Callable[..., None], num_blocks: int, *arguments: Any) -> None:
     """Call ``kernel(blocks, *arguments)`` in as many threads as the caller has set, until the ``num_blocks``
-    blocks are done. Calls with more than one thread take turns."""
+    blocks are done. Only one call with several threads works at a time."""
     work = partial(kernel, np.array([0, num_blocks], np.int64), *arguments)
-    # to wake a thread takes about as long as a block
+    # waking a thread takes about as long as a block
     helpers = min(get_num_threads(), num_blocks // 2) - 1
     if helpers > 0:
         _team.run(work, helpers)

@@ -5,17 +5,16 @@ epsilon added after the bias correction, as `torch.optim.AdamW` does.
 
 One step is written differently, for accuracy. `p *= 1 - lr * weight_decay` rounds that factor to fp32, whose
 last place near 1 is 6e-8: at lr 1e-5 and weight_decay 0.1 the decay is 3% off, in the same direction at every
-step. Here decay and update are added up first and leave the master in one rounding; over 1,000 steps that is
-20 to 30 times nearer to float64 than PyTorch's fp32.
+step. Here decay and update are added first, and the master is rounded once; over 1,000 steps that is 20 to 30
+times nearer to float64 than PyTorch's fp32.
 
-What all functions share: arrays are flat, [n]; only the elements of `segments` are read or written, and each
-segment has hyperparameters of its own. The gradient is widened and multiplied by `grad_scale` first.
-Arithmetic is fp32 throughout, with fused multiply-adds. A NaN or Inf, in the gradient or in the master, gives
-a NaN master. TypeError or ValueError, naming the remedy, if arrays or segments do not fit their contract.
-`seed` (any integer) chooses the random bits of stochastic rounding: they follow from it, the segment's step
-and start, and the element's index, and from nothing else. Arrays that are a part of longer ones, from
-element `origin` on, draw the bits of the whole, if each segment begins a multiple of `BLOCK` elements after
-it begins there.
+Contract of all functions: arrays are flat, [n]; only the elements of `segments` are read or written, and each
+segment has its own hyperparameters. The gradient is widened and multiplied by `grad_scale` first. Arithmetic
+is fp32 throughout, with fused multiply-adds. A NaN or Inf, in the gradient or in the master, results in a NaN
+master. Raises TypeError or ValueError, naming the remedy, if arrays or segments break their contract. `seed`
+(any integer) chooses the random bits of stochastic rounding: they depend only on it, the segment's step and
+start, and the element's index. Arrays that are a part of longer ones, from element `origin` on, draw the bits
+of the whole, if each segment begins a multiple of `BLOCK` elements after its start in the whole.
 """
 
 from collections.abc import Sequence
@@ -53,7 +52,7 @@ def adamw_fp32(
     """One AdamW step on an fp32 master, in place.
 
     `master`, `exp_avg` and `exp_avg_sq`, [n] float32, are updated; `grad` [n] float32 is read.
-    Held: 12 bytes per parameter beside the gradient. Traffic: 28 bytes.
+    Held: 12 bytes per parameter besides the gradient. Traffic: 28 bytes.
     """
     size = check("master", master, FLOAT32, written=True)
     check("grad", grad, FLOAT32, size=size)
@@ -73,13 +72,13 @@ def adamw_fp16(
     *,
     grad_scale: float = 1.0,
 ) -> None:
-    """One AdamW step on an fp32 master beside the fp16 weight that is streamed, in place.
+    """One AdamW step on an fp32 master and its streamed fp16 weight, in place.
 
-    `master`, `exp_avg` and `exp_avg_sq`, [n] float32, are updated as by `adamw_fp32`, to the bit; `weight`
-    [n] float16 is read and written: the master rounded to nearest, ties to even, Inf beyond 65,504. Where
-    the weight is something else, somebody has written it, and it is the master. `grad` [n] is float16 or
-    float32, and is read.
-    Held: 14 bytes per parameter beside the gradient. Traffic: 30 bytes, 32 with an fp32 gradient.
+    `master`, `exp_avg` and `exp_avg_sq`, [n] float32, are updated as by `adamw_fp32`, bitwise; `weight` [n]
+    float16 is read and written: the master rounded to nearest, ties to even, Inf beyond 65,504. A weight that
+    differs from its rounded master was written by other code, and becomes the master. `grad` [n] is float16
+    or float32, and is read.
+    Held: 14 bytes per parameter besides the gradient. Traffic: 30 bytes, 32 with an fp32 gradient.
     """
     size = check("weight", weight, FLOAT16, written=True)
     check("master", master, FLOAT32, size=size, written=True)
@@ -101,12 +100,12 @@ def adamw_split(
     *,
     grad_scale: float = 1.0,
 ) -> None:
-    """One AdamW step on a split master, in place: equal to `adamw_fp32` on the joined master, to the bit.
+    """One AdamW step on a split master, in place: bitwise equal to `adamw_fp32` on the joined master.
 
     `weight` [n] uint16 (bfloat16 bits) and `remainder` [n] uint16 together are the fp32 master (see
     `bfloat16.split`); they, `exp_avg` and `exp_avg_sq` ([n] float32) are updated. `grad` [n] is uint16
     (bfloat16 bits) or float32, and is read.
-    Held: 12 bytes per parameter beside the gradient. Traffic: 26 bytes, 28 with an fp32 gradient.
+    Held: 12 bytes per parameter besides the gradient. Traffic: 26 bytes, 28 with an fp32 gradient.
     """
     size = _check_split(weight, remainder, grad)
     check("exp_avg", exp_avg, FLOAT32, size=size, written=True)
@@ -131,9 +130,9 @@ def adamw_split_bf16(
 
     As `adamw_split`, with `exp_avg` and `exp_avg_sq` [n] uint16 (bfloat16 bits). The update uses the new
     moments before they are rounded: the first to nearest, ties to even, the second with stochastic rounding.
-    (To nearest, a second moment at beta2 = 0.999 could move by less than half its last place at a step, and
-    would stay where it is.) Held: 8 bytes per parameter beside the gradient. Traffic: 18 bytes, 20 with an
-    fp32 gradient.
+    (Rounded to nearest, a second moment at beta2 = 0.999 could move by less than half its last place at a
+    step, and would never change.) Held: 8 bytes per parameter besides the gradient. Traffic: 18 bytes, 20
+    with an fp32 gradient.
     """
     size = _check_split(weight, remainder, grad)
     check("exp_avg", exp_avg, BFLOAT16, size=size, written=True)
@@ -159,10 +158,10 @@ def adamw_split_int8(
     """One AdamW step on a split master with 8-bit moments in blocks of 256, in place.
 
     As `adamw_split`, with the codes `exp_avg` [n] int8 and `exp_avg_sq` [n] uint8, and the scales of both
-    [number of blocks] float32 (what they stand for: [Note: 8-bit moments]). All zero to begin with. Blocks
-    are counted from the start of each segment, the last may be short, and `Segment.first_scale` says where
-    their scales lie. The update uses the new moments before they are rounded.
-    Held: 6.03 bytes per parameter beside the gradient. Traffic: 14 bytes, 16 with an fp32 gradient.
+    [number of blocks] float32 (their meaning: [Note: 8-bit moments]). All are zero at first. Blocks are
+    counted from the start of each segment, the last may be short, and `Segment.first_scale` is the index of
+    the segment's first scale. The update uses the new moments before they are rounded.
+    Held: 6.03 bytes per parameter besides the gradient. Traffic: 14 bytes, 16 with an fp32 gradient.
     """
     size = _check_split(weight, remainder, grad)
     check("exp_avg", exp_avg, INT8, size=size, written=True)

@@ -1,14 +1,14 @@
 """bfloat16 as the upper half of float32, and the split master: both as bit operations.
 
-[Note: split master] The fp32 master is kept as the bf16 weight that is streamed and the 16 bits that rounding
-lost. With `t = master_bits + 0x8000 (mod 2^32)`, weight = `t >> 16` and remainder = `t & 0xffff`; back,
+[Note: split master] The fp32 master is stored as the streamed bf16 weight and the 16 bits that rounding lost.
+With `t = master_bits + 0x8000 (mod 2^32)`, weight = `t >> 16` and remainder = `t & 0xffff`; back,
 `master_bits = ((weight << 16) | remainder) - 0x8000 (mod 2^32)`. Adding half of the last place before cutting
-rounds to nearest, ties away from zero; every number comes back, so nothing is approximated, with two
-exceptions: a NaN is split as the plain quiet one, 0x7fc00000 (others would be cut to Inf, or carried into a
-zero of the other sign), and a master whose weight is zero, below 5e-41, is zero.
+rounds to nearest, ties away from zero. Every number is restored exactly, with two exceptions: a NaN is split
+as the plain quiet one, 0x7fc00000 (others would be cut to Inf, or carried into a zero of the other sign), and
+a master whose weight is zero, below 5e-41, is zero.
 
-The weight may be written between two uses, by anybody. The remainder stays, so an element that is written and
-put back has its master as it was, and a new value is the master to half a unit in its last place. Half of the
+User code may write the weight between two uses. The remainder stays, so an element that is written and then
+restored has its old master, and a new value is the master to half a unit in its last place. Half of the
 remainders stand for masters below their weight, which a zero does not have: hence the second exception.
 
 Numba widens uint32 arithmetic to 64 bits, hence the cast after every operation.
@@ -33,7 +33,7 @@ def narrow_to_even(value: np.float32) -> np.uint16:
     bits = float32_bits(value)
     last_kept = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
     rounded = np.uint32(bits + np.uint32(np.uint32(0x7FFF) + last_kept))
-    # A NaN whose payload lies in the lower half would be cut to Inf, or carried into the sign.
+    # A NaN whose payload is in the lower half would be cut to Inf, or carried into the sign.
     return np.uint16(0x7FC0) if value != value else np.uint16(rounded >> np.uint32(16))
 
 
@@ -74,7 +74,7 @@ def join_bits(weight: np.uint16, remainder: np.uint16) -> np.float32:
 @inline
 def _split_block(master: Float32Array, weight: Uint16Array, remainder: Uint16Array) -> None:
     for i in range(master.size):
-        # any NaN but the plain one could lose its mark in the weight
+        # any NaN but the plain one could become another value in the weight
         value = float32_from_bits(np.uint32(0x7FC00000)) if master[i] != master[i] else master[i]
         both = split_bits(value)
         weight[i] = np.uint16(both >> np.uint32(16))
@@ -104,13 +104,13 @@ def _join(blocks: Blocks, weight: Uint16Array, remainder: Uint16Array, master: F
 
 
 def split(master: Float32Array, weight: Uint16Array, remainder: Uint16Array) -> None:
-    """Split an fp32 master into the bf16 weight that is streamed and the 16 bits that rounding lost.
+    """Split an fp32 master into the streamed bf16 weight and the 16 bits that rounding lost.
 
     `master` [n] float32 is read; `weight` [n] and `remainder` [n], both uint16, are written. The weight is
-    the master rounded to bfloat16, nearest, ties away from zero; `join` gives it back
-    exactly, but for the exceptions of [Note: split master] at the head of this file.
+    the master rounded to bfloat16, nearest, ties away from zero; `join` restores the master exactly, except
+    as in [Note: split master] at the head of this file.
 
-    Raises TypeError or ValueError, naming the remedy, if the arrays do not fit this contract.
+    Raises TypeError or ValueError, naming the remedy, if the arrays break this contract.
     """
     size = check("master", master, FLOAT32)
     check("weight", weight, BFLOAT16, size=size, written=True)
@@ -119,8 +119,7 @@ def split(master: Float32Array, weight: Uint16Array, remainder: Uint16Array) -> 
 
 
 def join(weight: Uint16Array, remainder: Uint16Array, master: Float32Array) -> None:
-    """Put the fp32 master together again: the inverse of `split`, exact but for the exceptions of
-    [Note: split master].
+    """Join the fp32 master again: the inverse of `split`, exact except as in [Note: split master].
 
     `weight` [n] and `remainder` [n], both uint16, are read; `master` [n] float32 is written.
 

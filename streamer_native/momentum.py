@@ -6,13 +6,12 @@
   the master.
 - `lion`: Algorithm 2 of Chen et al., Symbolic Discovery of Optimization Algorithms (NeurIPS 2023).
 
-Operations and their order are those of the PyTorch code, multiply-adds fused as PyTorch's vector code fuses
-them.
+Operations and their order are those of the PyTorch code, multiply-adds fused as in PyTorch's vector code.
 
 A master is a float32 array; or the bfloat16 `weight` and the `remainder` of `bfloat16.split`, uint16 arrays;
-or a float16 `weight` and the float32 master beside it. All arrays are flat, [n]. The gradient is in the dtype
-of the weight or float32; it is widened and multiplied by `grad_scale` first. TypeError or ValueError, naming
-the remedy, if arrays do not fit this contract.
+or a float16 `weight` and its float32 master. All arrays are flat, [n]. The gradient is in the dtype of the
+weight or float32; it is widened and multiplied by `grad_scale` first. Raises TypeError or ValueError, naming
+the remedy, if arrays break this contract.
 """
 
 from collections.abc import Callable
@@ -38,7 +37,7 @@ from streamer_native.bfloat16 import join_bits, split_bits
 
 
 class Rates(NamedTuple):
-    """What one step multiplies by, the same for all elements. Lion: `gain` is 1 - beta2, `decay` beta2."""
+    """The factors of one step, the same for all elements. Lion: `gain` is 1 - beta2, `decay` beta2."""
 
     lr: np.float32
     weight_decay: np.float32  # Lion: 1 - lr * weight_decay
@@ -111,7 +110,7 @@ def _lion_split(
 @inline
 def _from_weights(weight: Int16Array, master: Float32Array) -> None:
     for i in range(master.size):
-        # a weight that is not its master rounded was written since the last update, and is the master now
+        # a weight that differs from its rounded master was written since the last update: it is the master
         master[i] = master[i] if narrow_half(master[i]) == weight[i] else to_float32(weight[i])
 
 
@@ -188,7 +187,7 @@ def sgd(
     grad_scale: float = 1.0,
 ) -> None:
     """One step of SGD with momentum in place. `beside` is the remainder, or the master, of a 16-bit `weight`;
-    None for a float32 master. `decay` is the momentum of before's share and `gain` the gradient's, 0 and 1 in
+    None for a float32 master. `decay` is the share of the old momentum and `gain` the gradient's, 0 and 1 in
     the first step. Traffic of a bfloat16 weight: 18 bytes per parameter.
     """
     ahead = decay if nesterov else -1.0

@@ -1,9 +1,10 @@
-"""What is done to gradients besides the update: the sum of their squares, and adding one to another.
+"""Kernels for gradients other than the update: the sum of their squares, and the addition of two.
 
-Whatever writes a gradient returns the sum of the squares of what it wrote: the elements are at hand, and to
-read them again would cost as much as to add them. Sums are taken block by block in float64, and then over the
-blocks, so they do not depend on the number of threads. The square of a finite float32 never overflows a
-float64: a sum is finite exactly when every element is. bfloat16 is taken in pairs: see [Note: pairs].
+A kernel that writes a gradient returns the sum of the squares of its elements: they are in registers, and
+reading them again would cost as much as adding them. Sums are computed block by block in float64, and then
+over the blocks, so they do not depend on the number of threads. The square of a finite float32 never
+overflows a float64: a sum is finite exactly if every element is. bfloat16 is read in pairs: see
+[Note: pairs].
 """
 
 from collections.abc import Callable
@@ -130,7 +131,7 @@ def _add(blocks: Blocks, into: Float32Array, first: _InKernel, second: _InKernel
 
 
 def sum_squares(grad: Gradient) -> float:
-    """The sum of the squares of a gradient, in float64: finite exactly when every element is.
+    """The sum of the squares of a gradient, in float64: finite exactly if every element is.
 
     `grad` [n] is float32, uint16 (bfloat16 bits) or float16, and is read once. The result does not depend on
     the number of threads.
@@ -146,10 +147,10 @@ def sum_squares(grad: Gradient) -> float:
 def accumulate(into: Gradient, grad: Gradient) -> float:
     """Add a gradient to another, in place, `into += grad`; return the sum of the squares of the new `into`.
 
-    `into` [n] and `grad` [n] are float32, uint16 (bfloat16 bits) or float16; into 16 bits only their like can
-    be added. Such two are widened, added in float32 and rounded to nearest, ties to even, as PyTorch adds
-    them; a NaN in bfloat16 becomes 0x7fc0 (PyTorch's own NaN bits differ between its vectorised loop and the
-    rest). The sum does not depend on the number of threads.
+    `into` [n] and `grad` [n] are float32, uint16 (bfloat16 bits) or float16; a 16-bit `into` needs a
+    `grad` of its dtype. These two are widened, added in float32 and rounded to nearest, ties to even, as in PyTorch; a
+    NaN in bfloat16 becomes 0x7fc0 (PyTorch's own NaN bits differ between its vectorised loop and the rest).
+    The sum does not depend on the number of threads.
 
     Raises TypeError or ValueError, naming the remedy, if the arrays do not fit this contract.
     """

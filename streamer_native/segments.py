@@ -1,8 +1,8 @@
-"""Which elements of a unit's flat arrays are updated, and with what: the segments of one launch.
+"""The segments of one launch: the updated elements of a unit's flat arrays, and their hyperparameters.
 
-Parameters of several groups, and parameters without a gradient, lie side by side in the arrays of a unit. A
-kernel gets them as pieces of at most `BLOCK` elements, each with the row of coefficients of its segment, so
-one launch shares all of them out to the threads, and what lies between segments is neither read nor written.
+Parameters of several groups, and parameters without a gradient, are adjacent in the arrays of a unit. A
+kernel takes them as pieces of at most `BLOCK` elements, each with the row of coefficients of its segment. So
+one launch divides all of them among the threads, and elements between segments are neither read nor written.
 """
 
 import math
@@ -15,7 +15,7 @@ from streamer_native._arrays import Float32Array, Int64Array
 from streamer_native._compile import BLOCK, inline
 from streamer_native._rounding import key
 
-#: Elements that share a scale where moments have 8 bits.
+#: Elements that share a scale if moments have 8 bits.
 QUANTUM = 256
 
 
@@ -33,9 +33,9 @@ class Hyper(NamedTuple):
 class Segment(NamedTuple):
     """Elements `start` to `stop` (exclusive) of the flat arrays, and the hyperparameters of their update.
 
-    `first_scale` matters to 8-bit moments only: the blocks of 256 elements are counted
-    from `start`, and block k of the segment has its scales at `first_scale + k`. There a segment is always
-    the same parameter, from its first element, whatever else is updated at that step.
+    `first_scale` matters to 8-bit moments only: the blocks of 256 elements are counted from `start`, and
+    block k of the segment has its scales at `first_scale + k`. There a segment is always the same parameter,
+    from its first element, independent of the other updates at that step.
     """
 
     start: int
@@ -45,7 +45,7 @@ class Segment(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """What one step multiplies by, the same for all of a segment: computed in float64, then rounded once."""
+    """The factors of one step, the same for all of a segment: computed in float64, then rounded once."""
 
     decay: np.float32  # lr * weight_decay
     one_minus_beta1: np.float32
@@ -58,13 +58,13 @@ class Coefficients(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """What a kernel shares out to its threads."""
+    """The pieces that a kernel divides among its threads."""
 
     bounds: (
         Int64Array  # [pieces, 4]: first element, element after the last, segment, index of the first scale
     )
     coefficients: Float32Array  # [segments, 8]: the fields of Coefficients
-    keys: Int64Array  # [segments]: 32 bits that stand for (seed, step)
+    keys: Int64Array  # [segments]: a hash of (seed, step) in 32 bits
 
 
 @inline
@@ -77,7 +77,7 @@ def pieces_of(
     segments: Sequence[Segment], size: int, grad_scale: float, seed: int = 0, origin: int = 0
 ) -> Pieces:
     """Cut `segments` of arrays of `size` elements into pieces. The arrays begin at element `origin` of longer
-    ones, whose random bits they draw.
+    ones, and draw the random bits of those.
 
     Raises ValueError if a segment leaves the arrays, overlaps another, or has a hyperparameter out of range.
     """
@@ -105,7 +105,7 @@ def pieces_of(
 
 
 def check_scales(segments: Sequence[Segment], num_scales: int) -> None:
-    """Raise ValueError if the scales of a segment leave their array, or are those of another segment too."""
+    """Raise ValueError if the scales of a segment leave their array, or belong to another segment too."""
     previous_stop = 0
     for segment in sorted(segments, key=lambda segment: segment.first_scale):
         if segment.start == segment.stop:
@@ -130,7 +130,7 @@ def _coefficients(hyper: Hyper, grad_scale: float) -> tuple[float, ...]:
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
         if not 0.0 <= value < math.inf:
             raise ValueError(f"{name}={value} must be finite and not negative")
-    # in the order of `Coefficients`, and rounded as they become an array
+    # in the order of `Coefficients`, rounded by the conversion to an array
     return (
         lr * weight_decay,
         1.0 - beta1,

@@ -397,7 +397,7 @@ def test_an_auto_without_an_answer_names_the_argument(left_out: str, key: str) -
     answers = {name: value for name, value in TRAINER.items() if name != left_out}
     with pytest.raises(ValueError) as raised:
         quietly(ZERO_3, **answers)
-    assert str(raised.value) == f'{key} is "auto": give {left_out}=... to from_deepspeed_config'
+    assert str(raised.value) == f'{key} is "auto": pass {left_out}=... to from_deepspeed_config'
 
 
 def test_answers_fill_what_the_config_leaves_open() -> None:
@@ -454,7 +454,7 @@ def within(path: str, value: Any) -> dict[str, Any]:
 BATCH = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
 ERRORS: dict[str, tuple[Any, dict[str, Any]]] = {
     "zero_optimization must be an object, in braces, not True": ({"zero_optimization": True}, {}),
-    'offload_param.device is "nvme": give a folder of the drive as zero_optimization.offload_param.nvme_': (
+    'offload_param.device is "nvme": set zero_optimization.offload_param.nvme_path': (
         within("zero_optimization.offload_param.device", "nvme"),
         {},
     ),
@@ -481,11 +481,11 @@ ERRORS: dict[str, tuple[Any, dict[str, Any]]] = {
         within("scheduler.type", "OneCycle"),
         {},
     ),
-    "scheduler.params.total_num_steps is missing: set it, or give total_steps=...": (
+    "scheduler.params.total_num_steps is missing: set it, or pass total_steps=...": (
         scheduled("WarmupDecayLR"),
         {},
     ),
-    'scheduler.params.warmup_max_lr is "auto": give lr=... to from_deepspeed_config': (
+    'scheduler.params.warmup_max_lr is "auto": pass lr=... to from_deepspeed_config': (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}},
         {},
     ),

@@ -294,7 +294,7 @@ def test_no_gradients_are_held_where_none_is_wanted() -> None:
         ({"targets": torch.tensor([1, 2])}, ValueError, r"targets are .* \[2\] .* each token, \[1, 2\]"),
         ({"targets": torch.tensor([[1.0, 2.0]])}, ValueError, "a word's number in torch.int64"),
         ({"weight": torch.zeros(11, 7)}, ValueError, r"they must be \[..., C\] and \[V, C\]"),
-        ({"weight": torch.zeros(11, 8).bfloat16()}, ValueError, "are of float32, bfloat16, float32: give"),
+        ({"weight": torch.zeros(11, 8).bfloat16()}, ValueError, "are of float32, bfloat16, float32: pass"),
         ({"bias": torch.zeros(8)}, ValueError, r"bias is \[8\]: it must be \[11\]"),
         ({"chunk_size": 0}, ValueError, "chunk_size=0: it must be an integer of 1 or more, in tokens"),
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing=1.5 must be from 0 to 1"),

@@ -162,7 +162,7 @@ def parse_bytes(name: str, given: int | str | None) -> int | None:
     prefix = (match and match[2]) or ""
     factor = (1024 if prefix.endswith("i") else 1000) ** "_KMGT".index(prefix[:1].upper() or "_")
     if match is None or (nbytes := int(float(match[1]) * factor)) < 1:
-        what = "a number and its unit" if isinstance(given, str) else "it in bytes, or as a text"
+        what = "a number and its unit" if isinstance(given, str) else "a number of bytes, or a text"
         raise ValueError(f"{name}={given!r}: use {what} such as '16GiB'")
     return nbytes
 

@@ -1,4 +1,4 @@
-"""The files' tensors for each parameter and buffer of a model, and functions that read them."""
+"""The files' tensors that belong to each parameter and buffer of a model, and functions that read them."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_the_snapshot_sees_a_wrap() -> None:
         ({"num_slots": 0}, r"num_slots=0: it must be an integer of 1 or more"),
         ({"num_slots": 1.5}, r"num_slots=1\.5: it must be an integer of 1 or more"),
         ({"activations": "checkpoint"}, "activations='checkpoint' is unknown: " + POLICIES),
-        ({"activations": None}, "activations=None: give one of 'recompute', .* a list"),
+        ({"activations": None}, "activations=None: use one of 'recompute', .* a list"),
         ({"dtype": torch.float64}, r"torch\.float64.* " + DTYPES),
         ({"dtype": "fp8"}, "dtype='fp8' is not a dtype: use one of 'fp32', 'bf16', 'fp16', 'float32'"),
         ({"device": "mps"}, r"device='mps' is not supported: use 'cuda' or 'cpu'"),
@@ -149,10 +149,10 @@ def test_the_snapshot_sees_a_wrap() -> None:
         ({"host_threads": 0}, "host_threads=0: it must be an integer from 1 to"),
         ({"host_threads": 100_000}, "host_threads=100000: it must be an integer from 1 to"),
         *(
-            ({"device_memory": given}, re.escape(f"device_memory={given!r}: give {what} such as '16GiB'"))
+            ({"device_memory": given}, re.escape(f"device_memory={given!r}: use {what} such as '16GiB'"))
             for what, some in (
                 ("a number and its unit", ("", "16", "16G", "0.1B")),
-                ("it in bytes, or as a text", (0, 1.5)),
+                ("a number of bytes, or a text", (0, 1.5)),
             )
             for given in some
         ),
@@ -324,7 +324,7 @@ def test_models_that_cannot_be_streamed(change: Change, match: str, refuses: Ref
     [
         (torch.eye(4).to_sparse(), None, r"is sparse \(torch\.sparse_coo\): make it dense"),
         (torch.eye(4, dtype=torch.complex64), torch.float32, r"is complex .*: store its real"),
-        (torch.eye(4, dtype=torch.float64), None, r"torch\.float64.*give wrap\(dtype=\.\.\.\)"),
+        (torch.eye(4, dtype=torch.float64), None, r"torch\.float64.*set wrap\(dtype=\.\.\.\)"),
         (torch.eye(4).to(torch.float8_e4m3fn), None, r"torch\.float8_e4m3fn.*or cast the model first"),
     ],
 )
@@ -404,7 +404,8 @@ HOST_REMEDY = "use dtype=torch.bfloat16 or freeze parameters"
             1000,
             100,
             f"the device needs 2048 bytes and has 1000 bytes (1048 bytes too few), {HOST} needs 7168 bytes "
-            "and has 500 bytes (6668 bytes too few): what is in no layer takes 1024 bytes alone; 2048 bytes "
+            "and has 500 bytes (6668 bytes too few): the parameters outside of layers alone "
+            "take 1024 bytes; 2048 bytes "
             f"would do; {HOST_REMEDY}\ndevice ",
         ),
     ],

@@ -147,7 +147,7 @@ NEVER = "which has no forward and is never called: "
         ("layers.*.mlp", f"layers='layers.*.mlp' matches no module. {KNOWN}"),
         (
             "blocks.*.experts",
-            f"'blocks.0.experts' is a ModuleList, {NEVER}give layers='blocks.*.experts.*', ",
+            f"'blocks.0.experts' is a ModuleList, {NEVER}set layers='blocks.*.experts.*', ",
         ),
         ("blocks.*.scales", f"'blocks.0.scales' is a ParameterList, {NEVER}leave it out of layers="),
         # no wildcard crosses a dot
@@ -532,4 +532,4 @@ def test_no_globs_are_advised_for_parts_that_cannot_be_layers(block: Callable[[i
 def test_what_is_in_no_layer_may_be_too_large() -> None:
     model = GPT(vocab_size=4096, block_size=16, n_layer=1, n_head=1, n_embd=8)
     message = refusal(model, 1000, layers="transformer.h")
-    assert re.search(r"what is in no layer takes \d+ bytes alone; device_memory=\d+ would do$", message)
+    assert re.search(r"outside of layers alone take \d+ bytes; device_memory=\d+ would do$", message)

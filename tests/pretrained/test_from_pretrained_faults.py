@@ -126,7 +126,7 @@ FOLDERS: dict[str, tuple[Change, str]] = {
     "several": (two_files, r"neither .* is in it: name one of a\.safetensors, b\.safetensors"),
     "pickle": (pickled, r"in it, only pytorch_model\.bin: write the weights as safetensors"),
     "no weights": (lambda folder: (folder / FILE).unlink(), "is in it: write the weights as safetensors"),
-    "no config": (lambda folder: (folder / "config.json").unlink(), r"no config\.json: give model_class="),
+    "no config": (lambda folder: (folder / "config.json").unlink(), r"no config\.json: set model_class="),
     "adapters": (
         lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
         "holds only adapters: merge them into their base model",
@@ -209,7 +209,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"model_class": "gpt2"}, r"model_class=str\(\.\.\.\): use a class of transformers, or a function"),
     ({"model_class": ALL["llama"].build()}, r"model_class=LlamaForCausalLM\(\.\.\.\): use a class of trans"),
     ({"model_class": lambda: 3}, "model_class has returned a int, not an nn.Module"),
-    ({"model_class": transformers.AutoModelForImageClassification}, "has no class for a LlamaConfig: give"),
+    ({"model_class": transformers.AutoModelForImageClassification}, "has no class for a LlamaConfig: use"),
     ({"model_class": made_before}, r"parameter 'transformer\.wte\.weight' has values before any are read"),
     ({"model_class": on_meta}, "buffer 'table' is on the meta device and has no values: let model_class"),
     ({"model_class": untied, "config": {}}, "config= is for classes of transformers: let model_class"),
