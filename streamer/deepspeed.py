@@ -223,8 +223,8 @@ class _Keys:
 
     def take(self, key: str, kind: type, name: str = "", answer: Any = None, **auto: Any) -> Any:
         """The config's value, else ``answer``, the keyword argument ``name``, else ``auto=`` if the config
-        has "auto", or None. Raises ValueError for a value that is not a ``kind``, for an answer that the config
-        contradicts, and for an "auto" without either."""
+        has "auto", or None. Raises ValueError for a value that is not a ``kind``, for an answer that the
+        config contradicts, and for an "auto" without either."""
         value = self.left.pop(key, None)
         if value == "auto" and answer is None and name and "auto" not in auto:
             raise ValueError(f'{key} is "auto": pass {name}=... to from_deepspeed_config')

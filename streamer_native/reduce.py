@@ -147,9 +147,9 @@ def sum_squares(grad: Gradient) -> float:
 def accumulate(into: Gradient, grad: Gradient) -> float:
     """Add a gradient to another, in place, `into += grad`; return the sum of the squares of the new `into`.
 
-    `into` [n] and `grad` [n] are float32, uint16 (bfloat16 bits) or float16; a 16-bit `into` needs a
-    `grad` of its dtype. These two are widened, added in float32 and rounded to nearest, ties to even, as in PyTorch; a
-    NaN in bfloat16 becomes 0x7fc0 (PyTorch's own NaN bits differ between its vectorised loop and the rest).
+    `into` [n] and `grad` [n] are float32, uint16 (bfloat16 bits) or float16; a 16-bit `into` needs a `grad`
+    of its dtype. These two are widened, added in float32 and rounded to nearest, ties to even, as in PyTorch;
+    a NaN in bfloat16 becomes 0x7fc0 (PyTorch's own NaN bits differ between its vectorised loop and the rest).
     The sum does not depend on the number of threads.
 
     Raises TypeError or ValueError, naming the remedy, if the arrays do not fit this contract.
