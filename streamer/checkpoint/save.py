@@ -472,5 +472,5 @@ def check_owns(optimizer: AdamW, executor: Executor) -> None:
         for param in group["params"]:
             home = require_home(param)
             if home.executor is not executor:
-                raise ValueError(f"'{home.slice.param.name}' of the optimizer belongs to another model")
+                raise ValueError(f"'{home.slice.param.name}' of the optimizer is of another model")
             check_owner(home, optimizer.token)

@@ -294,7 +294,7 @@ class State(MutableMapping[str, Any]):
     def __delitem__(self, name: str) -> None:
         if name == "step" or name in self._purposes:
             raise RuntimeError(
-                f"'{name}' cannot be removed from the state of '{self._home.slice.param.name}': assign what "
+                f"'{name}' cannot be removed from the state of '{self._home.slice.param.name}': assign "
                 "its new value, or begin anew (del optimizer.state[p])"
             )
         del self._values[name]
