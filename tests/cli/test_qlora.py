@@ -205,7 +205,7 @@ def test_a_folder_that_is_quantized_already_is_trained_as_it_is(
         ([], "model.quantize is for the frozen base of [lora]: set lora.r"),
         (
             ["model.quantize=none", 'model.quantize_skip=["down"]'],
-            "give model.quantize, or leave model.quantize_skip out",
+            "set model.quantize, or leave model.quantize_skip out",
         ),
         (
             ['model.quantize_skip=["dwn"]'],
