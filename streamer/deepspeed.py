@@ -288,7 +288,7 @@ def _adamw(keys: _Keys, **answers: Any) -> dict[str, Any]:
 
 
 def _folders(keys: _Keys) -> list[str]:
-    """The folders of drives. Takes the stage and pinning out of ``left``: they are always on here."""
+    """The folders of drives. The keys of stage and pinning count as honoured: both are so in any case."""
     found = []
     keys.take("zero_optimization.stage", int)
     for table in _OFFLOADS:

@@ -30,7 +30,7 @@ PREPARED = "_is_accelerate_prepared"
 
 
 class _Prepared:
-    """True, unless the caller would lose something by it."""
+    """True; testing it raises RuntimeError if Accelerate is to use mixed precision."""
 
     def __bool__(self) -> bool:
         library = sys.modules.get("accelerate.state")
