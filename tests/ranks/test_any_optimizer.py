@@ -129,4 +129,4 @@ def test_machines_that_divide_what_an_optimizer_looks_at_together_are_refused() 
 
 def test_ranks_with_state_on_disk_are_refused(tmp_path: Path) -> None:
     for line in run_ranks(2, refused, None, str(tmp_path)):
-        assert "Sum of several ranks needs its state in memory" in line
+        assert "Sum on several ranks needs its state in memory" in line

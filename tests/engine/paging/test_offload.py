@@ -268,7 +268,7 @@ def test_after_a_backward_that_fails_nothing_is_held() -> None:
 def test_too_little_host_memory_is_said_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was saved before is given up, and training goes on when there is room."""
     model = nn.ModuleDict({"layers": nn.ModuleList([TakesTwo()])})
-    match = "beside 384 bytes .* needs 384 bytes and has 116 bytes .*: take a"
+    match = "in addition to 384 bytes .* needs 384 bytes and has 116 bytes .*: take a"
     with streamed(model, layers="layers", **OFFLOAD) as mine:
         x = torch.randn(2, 3, WIDTH, requires_grad=True)
         monkeypatch.setattr(ThreadBackend, "host_available", lambda self: 500 - host_places(mine))
