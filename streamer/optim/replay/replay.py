@@ -49,7 +49,7 @@ from streamer.optim.replay.shard_parts import (
 from streamer.optim.replay.spill import IN_MEMORY, Spill
 from streamer.optim.replay.step import Call, Masters, StateInMemory, StateOnDisk, Step, Way
 from streamer.optim.replay.waiting_state import WaitingState
-from streamer.store.ledger import require
+from streamer.store.ledger import UNLIMITED, require
 from streamer.store.purposes import ALL_MOMENTS, BF16, FP16, FP32, OPTIMIZER_STATE, UPDATE_SCRATCH
 from streamer.store.shard import HostShard
 
@@ -143,7 +143,10 @@ class Replay:
         parts = [*chain(*of_units.values())]
         needed = needed_by(optimizer, self._is_mine, call)
         held = sum(held_bytes(dict.__getitem__(optimizer.state, key)) for key in dict.keys(optimizer.state))
-        more = max(0, sum(needed.values()) - held - executor.optimizer_state.get(self, 0))
+        counted = executor.optimizer_state.get(self, 0)
+        # state that a constructor or a checkpoint has created is in memory, but under a limit not counted yet
+        present = counted if executor.host_limit < UNLIMITED else max(held, counted)
+        more = max(0, sum(needed.values()) - present)
         scratch = max((part.stop for part in parts), default=0) * SCRATCH_BYTES
         scratch = max(0, scratch - executor.scratch_bytes())
         remedy = "use streamer.AdamW with state_dtype='int8', or freeze parameters"
