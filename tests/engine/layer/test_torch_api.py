@@ -81,7 +81,7 @@ def loss(model: nn.Module, x: torch.Tensor | int = 0) -> torch.Tensor:
 
 def test_data_parallel_modules_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", object())
-    match = "DistributedDataParallel does not see.*process_group="
+    match = "DistributedDataParallel is not notified.*process_group="
     assert_refused(Net(), loss, match, RuntimeError, layers="blocks")
 
 
