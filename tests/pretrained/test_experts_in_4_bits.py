@@ -369,7 +369,9 @@ def test_a_checkpoint_the_adapters_and_a_state_dict(mixture: Path, tmp_path: Pat
     streamer.save(model, optimizer, tmp_path / "checkpoint", step=1)
     model.save_pretrained(tmp_path / "adapters")
     expected = logits(model)
-    with pytest.raises(ValueError, match="no files for experts that are one quantized tensor: save only adapters"):
+    with pytest.raises(
+        ValueError, match="no files for experts that are one quantized tensor: save only adapters"
+    ):
         model.get_base_model().save_pretrained(tmp_path / "whole")
     assert not (tmp_path / "whole").exists()
     held = model.state_dict()
