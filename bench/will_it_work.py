@@ -22,7 +22,7 @@ from bench.model_sizes import BINDS, CONTEXT, GIB, MODELS, SEQUENCES, SHARE, bes
 from streamer.planner.machine import named_machine
 
 RANK = 16
-#: For a machine with 64 GB of memory, of which the system needs some.
+#: For a machine with 64 GB of memory: the system needs some of it.
 OF_64_GB = "60GiB"
 SMALL, MIDDLE, LARGE = "Llama 3 8B", "Qwen2.5 32B", "Llama 3 70B"
 #: (model, way of training, machine, limit on host memory)

@@ -1,7 +1,7 @@
 """GRPO: python docs/examples/grpo.py DIR PROMPTS.jsonl
 
-The trainer generates answers with the streamed model and trains it on their rewards. Each new token copies all
-layers once: let `num_generations` and the batch be large. A line of PROMPTS.jsonl has "prompt".
+The trainer generates answers with the streamed model and trains it on their rewards. Each new token copies
+all layers once: let `num_generations` and the batch be large. A line of PROMPTS.jsonl has "prompt".
 """
 
 import sys

@@ -268,10 +268,10 @@ class Backend(abc.ABC):
         """How often the device's allocator has refused memory; 0 if it does not count that."""
         return 0
 
-    def device_buffers_within(self, nbytes: int, beside: int, each: int, there: int) -> int:
+    def device_buffers_within(self, nbytes: int, others: int, each: int, there: int) -> int:
         """The number of buffers of ``each`` bytes that fit in ``nbytes`` of the device. ``there`` of them
-        exist, and the other tensors take at most ``beside`` bytes."""
-        return (nbytes - beside) // each
+        exist, and the other tensors take at most ``others`` bytes."""
+        return (nbytes - others) // each
 
     def changes_stream(self) -> bool:
         """Whether the caller's current stream differs from that of the last work on COMPUTE."""
@@ -309,7 +309,7 @@ def gaps(nbytes: int) -> int:
     return nbytes // GAPS + PIECE_BYTES
 
 
-def buffers_within(nbytes: int, beside: int, each: int) -> int:
-    """The number of buffers of ``each`` bytes that fit in ``nbytes``, if others take at most ``beside``
-    bytes."""
-    return (nbytes - beside - gaps(beside)) // (-(-each // BLOCK_BYTES) * BLOCK_BYTES)
+def buffers_within(nbytes: int, others: int, each: int) -> int:
+    """The number of buffers of ``each`` bytes that fit in ``nbytes``, if other tensors take at most
+    ``others`` bytes."""
+    return (nbytes - others - gaps(others)) // (-(-each // BLOCK_BYTES) * BLOCK_BYTES)

@@ -245,7 +245,7 @@ class CudaClock:
         self._set_origin()
 
     def span(self, ready: CudaMark, start: CudaMark, end: CudaMark) -> Span:
-        """The times of the three marks, all of which have passed."""
+        """The times of the three marks, once all have passed."""
         if time.perf_counter() - self._origin_seconds > ORIGIN_SECONDS:
             self._set_origin()
         began = self._seconds(ready)
@@ -411,7 +411,7 @@ class CudaBackend(Backend):
     def device_refused(self) -> int:
         return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
 
-    def device_buffers_within(self, nbytes: int, beside: int, each: int, there: int) -> int:
+    def device_buffers_within(self, nbytes: int, others: int, each: int, there: int) -> int:
         # memory that the allocator has taken serves the next step as it did this one, gaps included
         left = nbytes - torch.cuda.memory_reserved(self.device)
         pieces = left // PIECE_BYTES

@@ -4,7 +4,7 @@ The file is opened with O_TMPFILE, so no folder ever lists it: when the process 
 kernel frees the file. A file system that lacks O_TMPFILE gets a named file that is unlinked at once.
 
 Direct I/O (O_DIRECT) moves bytes between a drive and the caller's memory. Some file systems refuse it, and
-some accept the flag but still use the page cache (tmpfs, whose files exist only there). So a new file is
+some accept the flag but still use the page cache (tmpfs keeps its files only there). So a new file is
 tested: one block is written, and mincore(2) tells whether it is in the page cache. Without direct I/O every
 transfer goes through the page cache and is then dropped from it: sync_file_range(2) waits until the bytes are
 on the drive, posix_fadvise(2) drops the pages. That costs a copy by the processor, and a write no longer

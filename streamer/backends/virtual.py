@@ -217,10 +217,10 @@ class VirtualBackend(Backend):
         now, peak = self._memory.taken
         return self._device_taken + now, self._device_taken + peak
 
-    def device_buffers_within(self, nbytes: int, beside: int, each: int, there: int) -> int:
+    def device_buffers_within(self, nbytes: int, others: int, each: int, there: int) -> int:
         if self.machine.kind == CUDA:
-            return buffers_within(nbytes, beside, each)
-        return super().device_buffers_within(nbytes, beside, each, there)
+            return buffers_within(nbytes, others, each)
+        return super().device_buffers_within(nbytes, others, each, there)
 
     def set_host_threads(self, count: int) -> None:
         return

@@ -167,7 +167,7 @@ class _Files:
 
 
 def _check_in_parts(files: _Files, left_out: Mapping[str, LeftOut], executor: Executor) -> None:
-    """Raise CheckpointError for parameters whose quantization differs: their parts may have the same names
+    """Raise CheckpointError for parameters quantized in another way: their parts may have the same names
     and shapes, and yet mean other values."""
     if (there := files.values.get(IN_PARTS)) is None:  # of an older release, which did not save it
         return

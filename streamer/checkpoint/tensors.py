@@ -204,7 +204,7 @@ def in_a_line(error: Exception) -> str:
 
 
 def _check_header(file: Any, path: Path, entries: Mapping[str, Entry]) -> int:
-    """The start of the tensors' bytes in the file, whose header must be that of ``entries``."""
+    """The start of the tensors' bytes in the file. Its header must be that of ``entries``."""
     begin = 8 + int.from_bytes(file.read(8), "little")
     end = file.seek(0, os.SEEK_END)
     if begin > end:

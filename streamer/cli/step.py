@@ -21,7 +21,7 @@ Batch = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 def loss_function(model: nn.Module) -> Callable[[nn.Module, Batch], torch.Tensor]:
     """A function that computes the sum of the cross-entropies of a batch, in nats. It never holds all logits
-    for a causal language model of transformers, nor for a model whose ``forward`` takes ``loss_of``, a
+    for a causal language model of transformers, nor for a model with a ``forward`` that takes ``loss_of``, a
     function of the last hidden states [sequences, time, width] and the head's weight. Other models return
     logits."""
     if "loss_of" in inspect.signature(model.forward).parameters:

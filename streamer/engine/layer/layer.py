@@ -218,7 +218,7 @@ class LayerRun:
         return [output.detach() for output in outputs], frame.rebuild
 
     def _checkpointed(self, weights: torch.Tensor) -> Sequence[torch.Tensor]:
-        # the tensor selects the device whose random state is kept
+        # the tensor selects the device of the random state to keep
         blank = self.executor.blank
         found: Sequence[torch.Tensor] = checkpoint(self._frame.run, blank, use_reentrant=False)
         return found
@@ -282,8 +282,8 @@ class LayerRun:
 
 
 def _take(found: list[torch.Tensor | None], place: int, gradients: tuple[torch.Tensor, ...]) -> tuple[None]:
-    """An input's gradient has arrived: keep it as it is. Autograd would copy a gradient whose strides differ
-    from its leaf's, and other strides mean other rounding in the layer before."""
+    """An input's gradient has arrived: keep it as it is. Autograd would copy a gradient if its strides
+    differ from the leaf's, and other strides mean other rounding in the layer before."""
     (found[place],) = gradients
     return (None,)
 
