@@ -175,10 +175,7 @@ def _optimizer(config: Config, args: Any) -> dict[str, Any]:
         return {}
     names = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
     config = with_keys(config, train={name: getattr(args, name) for name in names})
-    make, options = optimizer_of(config)
-    # transformers accepts the class itself; it calls anything else as a factory of its own kind
-    kind = make.args[0] if isinstance(make, partial) else make
-    return {"optimizer_cls_and_kwargs": (kind, options)}
+    return {"optimizer_cls_and_kwargs": optimizer_of(config)}
 
 
 def _sizes(args: Any) -> dict[str, Any]:
