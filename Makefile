@@ -41,7 +41,7 @@ test-nullgpu: nullgpu
 .venv-nullgpu/.test-$(NULLGPU_TORCH): $(INPUTS)
 	$(PYTHON) -m venv .venv-nullgpu
 	$(NULLGPU) -m pip --disable-pip-version-check --quiet install torch==$(NULLGPU_TORCH) --editable '.[plot]' \
-	  pytest hypothesis pytest-xdist
+	  pytest hypothesis pytest-xdist transformers
 	@touch $@
 
 $(BIN)/python:

@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -84,7 +85,12 @@ class Clock:
 
     def _end(self, lane: Lane, start: float, seconds: float) -> float:
         """When work ends that begins at ``start``, slowed by what the other lanes do by then."""
-        spans = [(other, span) for other in Lane if other is not lane for span in self._spans[other]]
+        spans = [
+            (other, span)
+            for other in Lane
+            if other is not lane
+            for span in takewhile(lambda span: span.end > start, reversed(self._spans[other]))
+        ]
         edges = sorted({edge for _, span in spans for edge in (span.start, span.end) if edge > start})
         at = start
         for edge in [*edges, float("inf")]:
@@ -124,8 +130,9 @@ class VirtualBackend(Backend):
         self._issued = 0.0
         #: whether a layer's work runs
         self.is_computing = False
-        #: of all that has run
+        #: of all that has run, and the seconds that COMPUTE takes for it while no other lane works
         self.flops = 0
+        self.compute_seconds = 0.0
         #: bytes that the lanes have moved
         self.moved = dict.fromkeys(Lane, 0)
         self._counted_apart = NOTHING
@@ -159,6 +166,7 @@ class VirtualBackend(Backend):
             cost = self._caller.cost - self._counted
             self._counted = self._caller.cost
             self.flops += cost.flops
+            self.compute_seconds += cost.seconds
             self.caller_seconds += cost.seconds
             self._clock.compute(cost.seconds, self._issue(cost.ops))
 
@@ -199,6 +207,7 @@ class VirtualBackend(Backend):
     def _computed(self, cost: Cost, waits: Sequence[Event]) -> VirtualEvent:
         """The end of work of that ``cost`` on COMPUTE."""
         self.flops += cost.flops
+        self.compute_seconds += cost.seconds
         machine, seconds = self.machine, cost.seconds
         if not seconds:  # some work marks a moment and does nothing
             return self._clock.submit(Lane.COMPUTE, 0.0, waits, self._issue(cost.ops))

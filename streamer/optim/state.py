@@ -30,7 +30,7 @@ def convert(
     moments: Mapping[str, torch.Tensor], held_in: torch.dtype, wanted: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """Convert a parameter's ``moments`` between fp32, bf16 and int8, rounded to nearest. Returns the same
-    tensors if they have that dtype already. Shapes are those of `moments_of`."""
+    tensors if they have that dtype already. Shapes are those of `Purpose.shape`."""
     if held_in == wanted:
         return dict(moments)
     exp_avg, exp_avg_sq = _widened(moments, held_in)
@@ -172,13 +172,6 @@ def check_owner(home: Home, owner: object) -> None:
         home.unit.wanted()  # raises the ValueError
 
 
-def moments_of(home: Home, state_dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A parameter's moments by name, as far as this machine holds them: views of host memory, or copies of
-    moments on disk."""
-    shard = home.executor.shard(home.unit)
-    return {purpose.name: shard.part(purpose, home.slice) for purpose in MOMENTS[state_dtype]}
-
-
 def pair_saved(
     state_dict: dict[str, Any], groups: Sequence[dict[str, Any]], state_dtype: torch.dtype
 ) -> list[Saved]:
@@ -219,14 +212,13 @@ class State(MutableMapping[str, Any]):
         #: the parameter's position in `Unit.steps`
         self.place = next(place for place, each in enumerate(home.unit.layout.slices) if each is home.slice)
         self._values: dict[str, Any] = {"step": home.unit.steps[self.place].fill_(step)}
-        #: the views, where moments stay in memory
+        store = home.executor.store
+        #: whether moments stay where they are in memory
+        self._stays = not (store.can_move or store.is_divided)
+        #: the views of those that were read, where moments stay
         self._views: dict[str, torch.Tensor] = {}
         #: the other tensors returned, each with its version, and whether it is a copy
         self._seen: list[tuple[weakref.ref[torch.Tensor], int, bool]] = []
-        store = home.executor.store
-        if not (store.can_move or store.is_divided):
-            for name, moment in moments_of(home, state_dtype).items():
-                self._views[name] = _guarded(home, moment)
 
     @staticmethod
     def of(home: Home, state_dtype: torch.dtype, values: Mapping[str, Any]) -> State:
@@ -258,9 +250,14 @@ class State(MutableMapping[str, Any]):
         return any(shard.is_on_disk(purpose) for purpose in self._purposes.values())
 
     def __getitem__(self, name: str) -> Any:
-        if name in self._views:
-            return self._views[name]
-        return self._show(self._purposes[name]) if name in self._purposes else self._values[name]
+        if name not in self._purposes:
+            return self._values[name]
+        if not self._stays:
+            return self._show(self._purposes[name])
+        if name not in self._views:
+            shard = self._home.executor.shard(self._home.unit)
+            self._views[name] = _guarded(self._home, shard.part(self._purposes[name], self._home.slice))
+        return self._views[name]
 
     def _show(self, purpose: Purpose) -> torch.Tensor:
         """The current value of a moment that does not stay in memory."""

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from streamer.backends.base import Lane, gaps
 from streamer.backends.virtual import VirtualBackend
 from streamer.engine.paging.executor import Executor
@@ -36,6 +38,8 @@ class Prediction:
     busy_seconds: Mapping[Lane, float]
     exposed_seconds: Mapping[Lane, float]
     moved_bytes: Mapping[Lane, int] = field(default_factory=dict)
+    #: of compute while no other lane works: no order of the work and no faster copy makes a step shorter
+    compute_seconds: float = 0.0
 
     @property
     def binding_lane(self) -> Lane:
@@ -64,6 +68,7 @@ def predict_step(
             step()
         busy, exposed = busy_seconds(), dict(trace.exposed_seconds)
         before, flops, moved = backend.now(), backend.flops, dict(backend.moved)
+        computed = backend.compute_seconds
         step()
         after = busy_seconds()
     return Prediction(
@@ -72,6 +77,7 @@ def predict_step(
         busy_seconds={lane: after[lane] - busy[lane] for lane in Lane},
         exposed_seconds={lane: trace.exposed_seconds[lane] - exposed[lane] for lane in Lane},
         moved_bytes={lane: backend.moved[lane] - moved[lane] for lane in Lane},
+        compute_seconds=backend.compute_seconds - computed,
     )
 
 
@@ -219,16 +225,16 @@ def uncollected() -> Iterator[None]:
 
 
 @uncollected()
-def plan_step(executor: Executor, step: Callable[[], object]) -> StepPlan:
-    """Plan ``step`` (forward, backward, update) of a model on the virtual backend. One layer of each kind
-    runs: [Note: kinds of layers]."""
+def plan_step(executor: Executor, step: Callable[[], object], *, packed: bool = False) -> StepPlan:
+    """Plan ``step`` (forward, backward, update) of a model on the virtual backend, for rows of one text each,
+    or of several where they are ``packed``. One layer of each kind runs: [Note: kinds of layers]."""
     backend = executor.backend
     assert isinstance(backend, VirtualBackend), "elsewhere a step would have to be run"
     import_compiler()
     tracker = StepTracker(executor)
     before = sum(of_all_ranks(executor.host_bytes(), backend.machine.ranks).values())
     measure_kinds(executor, tracker)
-    with one_sequence_a_row():
+    with positions_without_values(packed=packed):
         # a step to learn the order, and one more if slots are added at its end
         warmup = 1 if executor.budget.is_fixed else 2
         prediction = predict_step(executor, step, warmup=warmup, memory=tracker)
@@ -247,15 +253,23 @@ def plan_step(executor: Executor, step: Callable[[], object]) -> StepPlan:
 
 
 @contextmanager
-def one_sequence_a_row() -> Iterator[None]:
+def positions_without_values(*, packed: bool) -> Iterator[None]:
     """Inside the block models of transformers do not read the values of position ids, which a plan does not
-    have. Without a cache they read them to find rows with several sequences."""
+    have. Without a cache they read them to find rows with several texts. If the rows are ``packed``, each
+    has several, and attention gets a mask of [rows, 1, time, time]; else none has."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     finds = "find_packed_sequence_indices"
     if (find := getattr(masks, finds, None)) is None:
         yield
         return
-    setattr(masks, finds, lambda positions: None if positions.is_meta else find(positions))
+
+    def texts_of(positions: torch.Tensor) -> torch.Tensor | None:
+        if positions.is_meta:
+            return torch.empty_like(positions) if packed else None
+        found: torch.Tensor | None = find(positions)
+        return found
+
+    setattr(masks, finds, texts_of)
     try:
         yield
     finally:

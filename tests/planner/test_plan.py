@@ -120,12 +120,17 @@ class Part(nn.Module):
         return y, (x, x[..., 4:], y[..., :4])[self.kind]
 
 
-def steps_of(model: nn.Module, backend: Backend) -> Callable[[], None]:
+def steps_of(model: nn.Module, backend: Backend, *, packed: bool = False) -> Callable[[], None]:
+    """Steps on tokens; with ``packed`` on longer rows of two texts each."""
     optimizer = streamer.AdamW(model.parameters())
-    tokens = torch.zeros(BATCH, TIME, dtype=torch.long, device=backend.device)
+    batch = (2, 256) if packed else (BATCH, TIME)
+    tokens = torch.zeros(batch, dtype=torch.long, device=backend.device)
+    options: dict[str, Any] = {}
+    if packed:
+        options = {"position_ids": torch.arange(128, device=backend.device).repeat(2, 2), "use_cache": False}
 
     def step() -> None:
-        result: Any = model(tokens)
+        result: Any = model(tokens, **options)
         logits = getattr(result, "logits", result)
         F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten()).backward()
         optimizer.step()
@@ -135,12 +140,12 @@ def steps_of(model: nn.Module, backend: Backend) -> Callable[[], None]:
 
 
 def begin(
-    build: Callable[[], nn.Module], backend: Backend, layers: str, **options: Any
+    build: Callable[[], nn.Module], backend: Backend, layers: str, *, packed: bool = False, **options: Any
 ) -> tuple[Executor, Callable[[], None]]:
     with torch.device("meta") if backend.device.type == "meta" else nullcontext():
         model = build()
     streamer.wrap(model, layers=layers, backend=backend, **options)
-    return wrapped(model).executor, steps_of(model, backend)
+    return wrapped(model).executor, steps_of(model, backend, packed=packed)
 
 
 def begin_plain(
@@ -219,6 +224,18 @@ def test_the_plan_holds_what_a_step_holds(name: str, options: dict[str, Any]) ->
     plan = plan_step(executor, step)
     beside = sum(plan.device_bytes.get(owner, 0) for owner in (SAVED, WORKING_SET, BESIDE))
     assert beside == pytest.approx(measured_peak(build, layers, **options), rel=0.05)
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 1}, {"activations": "keep"}], ids=named)
+def test_the_plan_of_packed_rows_holds_their_mask(options: dict[str, Any]) -> None:
+    def held(*, packed: bool) -> int:
+        executor, step = begin(llama, VirtualBackend(CPU), "model.layers", packed=True, **options)
+        plan = plan_step(executor, step, packed=packed)
+        return sum(plan.device_bytes.get(owner, 0) for owner in (SAVED, WORKING_SET, BESIDE))
+
+    measured = measured_peak(llama, "model.layers", packed=True, **options)
+    assert held(packed=True) == pytest.approx(measured, rel=0.05)
+    assert held(packed=False) < 0.95 * measured
 
 
 @pytest.mark.parametrize(

@@ -294,13 +294,13 @@ def _plan(
     tokens = torch.zeros(shape, dtype=torch.long)
     options = {}
     if config.model.path is not None and "position_ids" in inspect.signature(model.forward).parameters:
-        # as `streamer.integrations.rows.Rows` has them: attention then has a mask
+        # as `streamer.integrations.rows.Rows` has them
         options["position_ids"] = torch.arange(shape[1]).expand(shape)
     model.train()
     batches = [(tokens, tokens, options)] * config.train.gradient_accumulation_steps
     step = partial(step_on, config, model, optimizer, loss_function(model), batches)
     try:
-        plan = plan_step(executor, step)
+        plan = plan_step(executor, step, packed=bool(config.trainer.get("packing", True)))
     except (NotImplementedError, RuntimeError) as error:
         raise ConfigError(_without_values(error)) from error
     except (ValueError, IndexError, TypeError) as error:

@@ -172,6 +172,9 @@ SHARE_OF_DEVICE = 0.94
 def faster(plan: RunPlan, plan_of: RunPlanOf) -> list[Changed]:
     """Changes that speed ``plan``, which fits, up by a twentieth or more: each alone, the best first."""
     config, stream, ranks = plan.config, plan.config.stream, plan.machine.ranks
+    prediction = plan.step.prediction
+    # at most what a step waits for: these changes leave its computation as it is
+    can_gain = prediction.seconds > GAIN * prediction.compute_seconds
     in_one_pass = _one_pass(config)
     budget = f"{int(SHARE_OF_DEVICE * plan.machine.device_bytes) >> 20}MiB"
     without_clipping = {"stream.update": "backward", "train.max_grad_norm": 0.0, **in_one_pass}
@@ -181,14 +184,14 @@ def faster(plan: RunPlan, plan_of: RunPlanOf) -> list[Changed]:
     if isinstance(size, int) and size < batch:
         larger = {"stream.micro_batch_size": min(2 * size, batch)}
     changes: list[tuple[Mapping[str, Any], bool, str]] = [
-        (without_clipping, stream.update == "step", ", but without clipping"),
-        (in_one_pass, True, ""),
-        ({"stream.device_memory": budget}, has_room, ""),
-        ({"stream.gather_weights": True}, ranks > 1 and not stream.gather_weights, ""),
+        (without_clipping, can_gain and stream.update == "step", ", but without clipping"),
+        (in_one_pass, can_gain, ""),
+        ({"stream.device_memory": budget}, can_gain and has_room, ""),
+        ({"stream.gather_weights": True}, can_gain and ranks > 1 and not stream.gather_weights, ""),
         ({"stream.activations": "keep"}, stream.activations != "keep", ""),
-        ({"stream.activations": "recompute"}, stream.activations == "recompute+offload", ""),
-        (larger, True, ""),
-        ({"train.per_device_train_batch_size": 2 * batch}, True, ", with twice the batch"),
+        ({"stream.activations": "recompute"}, can_gain and stream.activations == "recompute+offload", ""),
+        (larger, can_gain, ""),
+        ({"train.per_device_train_batch_size": 2 * batch}, can_gain, ", with twice the batch"),
     ]
     found = [
         Changed(change, tried, but)
