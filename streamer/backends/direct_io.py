@@ -333,8 +333,8 @@ class StoredFile:
         self._finalizer.atexit = False  # the kernel closes files
         self._was = self._is()
         self.alignment = ALIGNMENT
-        asked = system.direct_alignment(self._fd) or ALIGNMENT
-        self._is_direct = asked <= ALIGNMENT and system.file_system(self._fd) not in IN_MEMORY
+        required = system.direct_alignment(self._fd) or ALIGNMENT
+        self._is_direct = required <= ALIGNMENT and system.file_system(self._fd) not in IN_MEMORY
         if self._is_direct:
             try:
                 system.set_direct(self._fd)
@@ -407,10 +407,10 @@ def _move(
         done = reached
 
 
-def too_full(folder: Path, asked: int, free: int, number: int | None = errno.ENOSPC) -> DiskError:
-    """The error for a folder without room for ``asked`` more bytes."""
+def too_full(folder: Path, needed: int, free: int, number: int | None = errno.ENOSPC) -> DiskError:
+    """The error for a folder without room for ``needed`` more bytes."""
     return DiskError(
-        f"disk={folder} has no room: {exact_amount(asked)} are asked of it and {exact_amount(free)} are "
+        f"disk={folder} has no room: {exact_amount(needed)} are needed and {exact_amount(free)} are "
         "free: free space, or give folders on further drives, which take their share",
         number,
     )

@@ -144,8 +144,8 @@ class Ranks:
     def _new_group(self, ranks: Sequence[int]) -> ProcessGroup:
         # groups of its own: the user's collectives must not come between those of the lane
         members = [self._members[rank] for rank in ranks]
-        made: ProcessGroup = dist.new_group(members, self._timeout, use_local_synchronization=True)
-        return made
+        group: ProcessGroup = dist.new_group(members, self._timeout, use_local_synchronization=True)
+        return group
 
     @property
     def is_first(self) -> bool:
@@ -501,11 +501,11 @@ class Ranks:
         alone is told, the others only of their own."""
         found = []
         for machine, nbytes in enumerate(sizes):
-            is_told = to is None or to == self.machine
+            is_receiver = to is None or to == self.machine
             if machine == self.machine:
                 found.append(mine)
             else:
-                found.append(torch.empty(nbytes if is_told else 0, dtype=torch.uint8))
+                found.append(torch.empty(nbytes if is_receiver else 0, dtype=torch.uint8))
             passes = to is None or (machine != to and self.machine in (machine, to))
             if passes and nbytes:
                 self._pass_on(found[-1], machine, to=to)

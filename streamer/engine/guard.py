@@ -134,7 +134,7 @@ class Touch:
     is_of_ranks: bool = False
     result: object = None
     #: the ids of the storages to which the result gives access
-    given: frozenset[int] = frozenset()
+    shared_storages: frozenset[int] = frozenset()
 
     @cached_property
     def written(self) -> list[torch.Tensor]:
@@ -169,7 +169,7 @@ class Touch:
 
     def aliases(self, tensor: torch.Tensor) -> bool:
         """Whether the result gives access to the memory of ``tensor``."""
-        return bool(self.given) and storage_id(tensor) in self.given
+        return bool(self.shared_storages) and storage_id(tensor) in self.shared_storages
 
 
 class Access(Protocol):
@@ -312,7 +312,7 @@ def is_in_graph(result: object) -> bool:
     return all(isinstance(item, torch.Tensor) and item.requires_grad for item in walk((result,)))
 
 
-def _memory_given(touch: Touch) -> frozenset[int]:
+def _shared_storages(touch: Touch) -> frozenset[int]:
     """The ids of the storages to which the result gives access: a tensor, an array, or an address."""
     if touch.function in _GIVES_MEMORY:
         return frozenset(storage_id(tensor) for _, tensor in touch.tagged)
@@ -337,12 +337,12 @@ def _write_rest(touch: Touch) -> Any:
         return kwargs.get("out", args[0] if args else None)
     kept = [place for place, tensor in enumerate(args[0]) if id(tensor) not in others]
 
-    def of_kept(given: Any) -> Any:
-        of_each = isinstance(given, list | tuple) and len(given) == len(args[0])
-        return [given[place] for place in kept] if of_each else given
+    def of_kept(value: Any) -> Any:
+        of_each = isinstance(value, list | tuple) and len(value) == len(args[0])
+        return [value[place] for place in kept] if of_each else value
 
     if kept:
-        function(*map(of_kept, args), **{key: of_kept(given) for key, given in kwargs.items()})
+        function(*map(of_kept, args), **{key: of_kept(value) for key, value in kwargs.items()})
     return None
 
 
@@ -374,7 +374,7 @@ def _touch(function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, 
             with _plain_for_now(tagged):
                 touch.result = function(*args, **kwargs)
         with unguarded():
-            touch.given = _memory_given(touch)
+            touch.shared_storages = _shared_storages(touch)
             for access in accesses:
                 access.after(touch)
     return touch.result

@@ -72,7 +72,7 @@ def settle_in(executor: Executor) -> None:
     _executors.add(executor)
     for slice, param in executor.root.placed():
         param.data = slice.own(executor.pager.root_buffer)
-    executor.root.show_parts()
+    executor.root.refresh_parts()
     for unit in (*executor.units, executor.root):
         for slice, param in unit.placed():
             param.__dict__[HOME] = Home(executor, unit, slice)

@@ -79,7 +79,7 @@ class Unit:
     #: how many updates of its weights were issued
     updates: int = 0
     #: whether its modules see leaves in place of their parameters
-    shows_leaves: bool = False
+    has_leaves: bool = False
     #: attributes of modules that were replaced beside parameters: where, the name, the value before
     _replaced: list[tuple[dict[str, Any], str, object]] = field(default_factory=list)
     #: whether custom functions in its graph may keep views of the slot where hooks do not see them
@@ -105,10 +105,10 @@ class Unit:
         return (*whole, *((each.name, each.param, each.owners) for each in self.in_parts))
 
     @as_plain
-    def show_parts(self) -> None:
-        """Let the parameters that are made of parts be made of those that ``params`` show now."""
+    def refresh_parts(self) -> None:
+        """Let the parameters that are made of parts be made of those that ``params`` have now."""
         for each in self.in_parts:
-            each.composite.show(plainly(each.of(self.params)))
+            each.composite.set_parts(plainly(each.of(self.params)))
 
     @as_plain
     def written(self) -> int:
@@ -193,52 +193,52 @@ class Unit:
     def using(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
         """Let the unit's modules see ``leaves`` in place of their parameters inside the block. A block inside
         of such a block changes nothing."""
-        if self.shows_leaves:
+        if self.has_leaves:
             yield
             return
         try:
-            self.show(leaves)
+            self.swap_in(leaves)
             yield
         finally:
             self.restore()
 
-    def show(self, leaves: Sequence[torch.Tensor]) -> None:
+    def swap_in(self, leaves: Sequence[torch.Tensor]) -> None:
         """Let the unit's modules see ``leaves`` in place of their parameters, until `restore`."""
-        self.shows_leaves = True
-        made = [marked(each.composite.like(each.of(leaves))) for each in self.in_parts]
-        for each, whole in zip(self.in_parts, made, strict=True):
-            for attribute, value in each.composite.lent(whole).items():
+        self.has_leaves = True
+        wholes = [marked(each.composite.assemble(each.of(leaves))) for each in self.in_parts]
+        for each, whole in zip(self.in_parts, wholes, strict=True):
+            for attribute, value in each.composite.module_attributes(whole).items():
                 for held in map(vars, each.composite.modules):
                     self._replaced.append((held, attribute, held[attribute]))
                     held[attribute] = value
-        self.register(leaves, made)
+        self.register(leaves, wholes)
 
     def restore(self) -> None:
         """Let the unit's modules see their own parameters, if they see leaves."""
-        if self.shows_leaves:
+        if self.has_leaves:
             self.register_own()
             for held, attribute, value in self._replaced:
                 held[attribute] = value
             self._replaced.clear()
-            self.shows_leaves = False
+            self.has_leaves = False
 
     @as_plain
     def elsewhere(self, weights: torch.Tensor) -> list[tuple[Slice, nn.Parameter]]:
         """The parameters that do not show their place in ``weights`` (flat uint8): somebody has given them
         other memory."""
         start = weights.data_ptr()
-        seen: list[torch.Tensor] = [*self.params]
+        tensors: list[torch.Tensor] = [*self.params]
         for each in self.in_parts:
             for position, part in zip(each.positions, each.composite.parts(), strict=True):
-                seen[position] = part
+                tensors[position] = part
         if start not in self._addresses:
             self._addresses.clear()
             self._addresses[start] = [start + slice.offset for slice in self.layout.slices]
-        if [*map(_ADDRESS, seen)] == self._addresses[start]:
+        if [*map(_ADDRESS, tensors)] == self._addresses[start]:
             return []
         return [
             (slice, param)
-            for (slice, param), tensor in zip(self.placed(), seen, strict=True)
+            for (slice, param), tensor in zip(self.placed(), tensors, strict=True)
             if slice.numel and not tensor.is_meta and tensor.data_ptr() != start + slice.offset
         ]
 
@@ -263,15 +263,15 @@ class Unit:
             for module, name in each.owners:
                 module._parameters[name] = tensor  # type: ignore[assignment]
 
-    def register(self, tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor] = ()) -> None:
-        """Let the unit's modules see ``tensors`` as their parameters, and ``made`` as those in parts."""
+    def register(self, tensors: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor] = ()) -> None:
+        """Let the unit's modules see ``tensors`` as their parameters, and ``wholes`` as those in parts."""
         for module, name, position in self._positions:
             # as torch.func.functional_call does: the module's own __setattr__ takes only Parameters
             module._parameters[name] = tensors[position]  # type: ignore[assignment]
             # torch's parametrizations, which peft puts on in a forward, leave a leaf as a buffer
             if name in module._buffers:
                 del module._buffers[name]
-        for each, whole in zip(self.in_parts, made, strict=True):
+        for each, whole in zip(self.in_parts, wholes, strict=True):
             for module, name in each.owners:
                 module._parameters[name] = whole  # type: ignore[assignment]
 

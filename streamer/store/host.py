@@ -414,15 +414,15 @@ class HostStore:
         if not shard.is_out:
             yield
             if self.is_shared and not shard.weights_on_disk.is_empty:
-                shard.weights_on_disk.store(shard.brought)
+                shard.weights_on_disk.store(shard.weight_copy)
             return
-        shard.bring_in(self.disks.buffer, read=read)
+        shard.fetch_copy(self.disks.buffer, read=read)
         whole = False
         try:
             yield
             whole = True
         finally:
-            shard.send_out(write=whole)
+            shard.release_copy(write=whole)
 
     def close_disks(self) -> None:
         """Give up what is on disk, which nobody may read any more."""

@@ -138,14 +138,16 @@ class Layout:
 
         Made once for each buffer that stays, which has them until it is gone.
         """
-        made: dict[int, tuple[Layout, list[torch.Tensor]]] = buffer.__dict__.setdefault("_streamer_views", {})
-        if id(self) not in made:
+        known: dict[int, tuple[Layout, list[torch.Tensor]]] = buffer.__dict__.setdefault(
+            "_streamer_views", {}
+        )
+        if id(self) not in known:
             with torch.inference_mode(mode=False):
                 # of another tensor that shows the buffer: it shall not be kept by its own views
-                shown = buffer.detach()
+                view = buffer.detach()
                 fitting = (slice for slice in self.slices if slice.offset + slice.nbytes <= buffer.numel())
-                made[id(self)] = self, [slice.view(shown) for slice in fitting]
-        return made[id(self)][1]
+                known[id(self)] = self, [slice.view(view) for slice in fitting]
+        return known[id(self)][1]
 
     def stretches(self, used: Sequence[bool]) -> list[Stretch]:
         """Stretches that hold the ``used`` ones of the trainable parameters and nothing else, no padding.

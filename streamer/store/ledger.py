@@ -42,9 +42,9 @@ MOST_GRAD_SLOTS = 2
 UNLIMITED = 1 << 62
 
 
-def limit_of(given: int | None) -> int:
-    """``given`` bytes, or `UNLIMITED` where no limit is given."""
-    return UNLIMITED if given is None else given
+def limit_of(limit: int | None) -> int:
+    """``limit`` bytes, or `UNLIMITED` for None."""
+    return UNLIMITED if limit is None else limit
 
 
 #: Said of the host where it stands in for the device: what it needs has the device's bytes in it.
@@ -108,9 +108,10 @@ class Room:
     """Bytes that there are of the device and of host memory, `UNLIMITED` where there is no limit.
 
     ``budget`` bytes of the device are for tensors. ``shared`` says that the device's memory is the host's.
-    ``device`` counts the bytes that CUDA itself takes, ``context``, as plans do. Of ``host``, ``given_back``
-    bytes are taken now and will be free; ``lockable`` bytes may be page-locked, and ``host_limit`` bytes are
-    what `wrap` was told to take at most. The device's bytes are of each of ``ranks``, the host's of all.
+    ``device`` includes ``context``, the bytes that CUDA itself takes, as plans do. ``host`` includes
+    ``freed_by_model``, bytes that the model holds now and `wrap` frees. ``lockable`` bytes may be
+    page-locked. ``host_limit`` is the limit passed to `wrap`. The device's bytes are of each of ``ranks``,
+    the host's of all.
     """
 
     device: int
@@ -118,7 +119,7 @@ class Room:
     budget: int = UNLIMITED
     shared: bool = False
     context: int = 0
-    given_back: int = 0
+    freed_by_model: int = 0
     lockable: int = UNLIMITED
     host_limit: int = UNLIMITED
     ranks: int = 1
@@ -148,7 +149,7 @@ class Ledger:
     disk: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def beside_slots(self) -> int:
+    def outside_slots(self) -> int:
         """Bytes of the device that are for other things than slots."""
         slots = (WEIGHT_SLOTS, GRAD_SLOTS)
         return sum(nbytes for purpose, nbytes in self.device.items() if purpose not in slots)
@@ -193,8 +194,8 @@ class Ledger:
         locked = Tier("page-locked host memory", self.pinned_host_bytes, room.lockable, lock_remedy)
 
         def table() -> str:
-            rows = {"available": room.host - room.given_back}
-            rows |= nonzero({"given back by the model": room.given_back})
+            rows = {"available": room.host - room.freed_by_model}
+            rows |= nonzero({"given back by the model": room.freed_by_model})
             if room.lockable < UNLIMITED:
                 rows["may be page-locked"] = room.lockable
             return self.table(device={"available": room.tensors}, host=rows)

@@ -40,7 +40,7 @@ from streamer.store.purposes import (
     of_all_ranks,
 )
 from streamer.store.shares import Division
-from streamer.store.weights_on_disk import WEIGHT_BUFFERS, held_beside, stored_part, weights_edges
+from streamer.store.weights_on_disk import WEIGHT_BUFFERS, bytes_in_memory, stored_part, weights_edges
 
 #: What is short where host memory is too small with all on disk that may be there.
 ON_DISK = "the model with what can be on disk there"
@@ -102,12 +102,12 @@ def place_model(
     layers = range(len(layouts) - 1)
     files = {p: part for p in layers if (part := stored_part(layouts[p], stored))}
     moved = {p: WEIGHTS.nbytes(layouts[p]) for p in layers}
-    moved |= {p: moved[p] - held_beside(layouts[p], part) for p, part in files.items()}
+    moved |= {p: moved[p] - bytes_in_memory(layouts[p], part) for p, part in files.items()}
     masters = state_sizes(layouts, MASTERING, division)
     of_model = {WEIGHTS.name, *(purpose.name for purpose in MASTERING)}
     others = {name: nbytes for name, nbytes in planned.host.items() if name not in of_model}
 
-    def beside_state(out: Collection[int]) -> dict[str, int]:
+    def host_without_state(out: Collection[int]) -> dict[str, int]:
         """Bytes of host memory, but for state, if the weights of the layers ``out`` are on disk."""
         read = [piece for p in out if p in files for pieces in files[p].values() for piece in pieces]
         return others | {
@@ -117,7 +117,7 @@ def place_model(
         }
 
     def needed(out: Collection[int], state: int) -> int:
-        return sum(of_all_ranks(beside_state(out), ranks).values()) + state
+        return sum(of_all_ranks(host_without_state(out), ranks).values()) + state
 
     state = sum(masters.values()) + sum(division.host_bytes(layouts, MOMENTS[FP32]).values())
     ring = ring_bytes(layouts, [*MASTERING, *MOMENTS[FP32]], division) * ranks
@@ -143,7 +143,7 @@ def place_model(
         return planned, placement
     on_disk = [layouts[p] for p in placement.masters]
     in_memory = [layout for p, layout in enumerate(layouts) if p not in placement.masters]
-    host = beside_state(placement.weights) | division.host_bytes(in_memory, MASTERING)
+    host = host_without_state(placement.weights) | division.host_bytes(in_memory, MASTERING)
     written = [layouts[p] for p in placement.weights if p not in files]
     disk = {WEIGHTS.name: sum(weights_on_disk_bytes(layout, ranks) for layout in written)}
     disk |= {purpose.name: disk_bytes(on_disk, [purpose], division) for purpose in MASTERING}

@@ -78,8 +78,8 @@ STATE_RING = "ring of state on disk"
 WEIGHT_RING = "ring of weights on disk"
 #: Memory that blocks of files pass through, of which weights are read.
 FILE_BLOCKS = "blocks of files"
-#: Weights on disk that the user's code has asked for.
-ASKED_FOR = "weights asked for"
+#: Copies of weights on disk that user code reads or writes.
+WEIGHT_COPIES = "copies of weights on disk"
 #: State of optimizers of PyTorch, and what their updates widen masters and gradients into.
 OPTIMIZER_STATE, UPDATE_SCRATCH = "optimizer state", "scratch of updates"
 #: What layers have saved for backward and paged out.
@@ -95,7 +95,7 @@ OF_EACH_RANK = (
     STATE_RING,
     WEIGHT_RING,
     FILE_BLOCKS,
-    ASKED_FOR,
+    WEIGHT_COPIES,
     OPTIMIZER_STATE,
     UPDATE_SCRATCH,
 )

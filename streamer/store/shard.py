@@ -81,7 +81,7 @@ class HostShard:
         #: the weights that are not held in memory, or have not always been
         self.weights_on_disk = WeightsOnDisk()
         #: memory for all weights (flat uint8, with what a disk pads them by) while they are held besides
-        self.brought = _nothing(torch.uint8)
+        self.weight_copy = _nothing(torch.uint8)
         #: called before what is held changes, by an update say
         self.before_change: Callable[[], None] | None = None
 
@@ -177,19 +177,19 @@ class HostShard:
         """A parameter's weight: a view, or a copy of what is on disk."""
         return self.weights_on_disk.read(slice) if self.is_out else slice.view(self.weight)
 
-    def bring_in(self, allocate: Allocate, *, read: bool = True) -> None:
-        """Have weights on disk in memory of their own, in ``brought``; without ``read`` all of them are to be
-        set there."""
-        self.brought = allocate(self.weights_on_disk.padded_bytes)
+    def fetch_copy(self, allocate: Allocate, *, read: bool = True) -> None:
+        """Copy weights on disk to ``weight_copy``. Without ``read`` only allocate it: the caller sets all of
+        them."""
+        self.weight_copy = allocate(self.weights_on_disk.padded_bytes)
         if read:
-            self.weights_on_disk.fetch(self.brought)
-        self.held[WEIGHTS.name] = self.brought[: self.layout.nbytes].data
+            self.weights_on_disk.fetch(self.weight_copy)
+        self.held[WEIGHTS.name] = self.weight_copy[: self.layout.nbytes].data
 
-    def send_out(self, *, write: bool) -> None:
-        """Let go of what `bring_in` has brought, written back to disk if ``write``."""
+    def release_copy(self, *, write: bool) -> None:
+        """Release the copy of `fetch_copy`, and write it to disk first if ``write``."""
         if write:
-            self.weights_on_disk.store(self.brought)
-        self.brought = _nothing(torch.uint8)
+            self.weights_on_disk.store(self.weight_copy)
+        self.weight_copy = _nothing(torch.uint8)
         del self.held[WEIGHTS.name]
 
     def with_whole(self, pieces: Mapping[str, torch.Tensor]) -> HostShard:

@@ -135,7 +135,7 @@ class WeightsInFiles(WeightsOnDisk):
         self._reader = reader
         self._stored = {slice: stored[slice.param.name] for slice in layout.slices if _is_in(slice, stored)}
         held = [slice for slice in layout.slices if slice not in self._stored]
-        self.held_bytes = held_beside(layout, stored)
+        self.held_bytes = bytes_in_memory(layout, stored)
         pieces: Sequence[torch.Tensor] = hold(self.held_bytes).split([slice.nbytes for slice in held])
         self._held = dict(zip(held, pieces, strict=True))
         self._all, self._own = range(layout.nbytes), range(share.first_byte, share.stop_byte)
@@ -185,7 +185,7 @@ def stored_part(layout: Layout, stored: Mapping[str, Pieces]) -> dict[str, Piece
     return {slice.param.name: stored[slice.param.name] for slice in found}
 
 
-def held_beside(layout: Layout, stored: Mapping[str, Pieces]) -> int:
+def bytes_in_memory(layout: Layout, stored: Mapping[str, Pieces]) -> int:
     """Bytes of the weights of a unit that are held in memory while those ``stored`` are not."""
     return sum(slice.nbytes for slice in layout.slices if not _is_in(slice, stored))
 

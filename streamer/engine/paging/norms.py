@@ -80,7 +80,7 @@ class Norms:
             self._measured[unit.index] = _Measured(squares, _holding(unit))
 
     @as_plain
-    def landed(self) -> None:
+    def arrived(self) -> None:
         """The gradients have arrived on the host."""
         for index, measured in self._measured.items():
             if measured.sample is None and index != ROOT:

@@ -108,93 +108,93 @@ class Op:
 
 
 #: Of the ops that were made last; sizes of saved inputs may differ from step to step.
-_made_once = lru_cache(maxsize=1 << 14)
+_cached = lru_cache(maxsize=1 << 14)
 
 
-@_made_once
+@_cached
 def unshard(unit: int, slot: int, nbytes: int, place: int | None = None) -> Op:
     """Copy a unit's weights into a slot; those on disk from buffer ``place`` of their ring."""
     source = shard(unit) if place is None else weight_ring(place)
     return Op(OpKind.UNSHARD, unit, slot, (source,), (weight_slot(slot),), nbytes)
 
 
-@_made_once
+@_cached
 def read_weights(unit: int, place: int, nbytes: int) -> Op:
     """Read a unit's weights from disk."""
     return Op(OpKind.READ_WEIGHTS, unit, place, (weights_on_disk(unit),), (weight_ring(place),), nbytes)
 
 
-@_made_once
+@_cached
 def write_weights(unit: int, place: int, nbytes: int) -> Op:
     """Write a unit's weights to disk."""
     return Op(OpKind.WRITE_WEIGHTS, unit, place, (weight_ring(place),), (weights_on_disk(unit),), nbytes)
 
 
-@_made_once
+@_cached
 def reshard(unit: int, slot: int) -> Op:
     """Overwrite a slot that was given up."""
     return Op(OpKind.RESHARD, unit, slot, (), (weight_slot(slot),))
 
 
-@_made_once
+@_cached
 def forward(unit: int, slot: int) -> Op:
     """Run a unit's forward from a slot."""
     return Op(OpKind.FORWARD, unit, slot, (weight_slot(slot),))
 
 
-@_made_once
+@_cached
 def root_forward() -> Op:
     """The beginning of a forward: from here on the root unit's weights are read, in forward and backward,
     and its gradients are written."""
     return Op(OpKind.FORWARD, ROOT, None, (weight_slot(ROOT),), (grad_slot(ROOT),))
 
 
-@_made_once
+@_cached
 def backward(unit: int, slot: int, into: int | None, inputs: tuple[Place, ...] = ()) -> Op:
     """Run a unit's backward from a slot and ``inputs``, its gradient going into gradient slot ``into``."""
     writes = () if into is None else (grad_slot(into),)
     return Op(OpKind.BACKWARD, unit, slot, (weight_slot(slot), *inputs), writes)
 
 
-@_made_once
+@_cached
 def collect() -> Op:
     """Bring the root unit's gradients into their slot: the end of everything that reads its weights."""
     return Op(OpKind.COLLECT, ROOT, None, (weight_slot(ROOT),), (grad_slot(ROOT),))
 
 
-@_made_once
+@_cached
 def offload_grad(unit: int, slot: int, into: Place, nbytes: int) -> Op:
     """Copy a gradient slot to host memory: the unit's gradient, or a staging buffer."""
     return Op(OpKind.OFFLOAD_GRAD, unit, slot, (grad_slot(slot),), (into,), nbytes)
 
 
-@_made_once
+@_cached
 def accumulate(unit: int, slot: int, nbytes: int) -> Op:
     """Add a staged gradient to the unit's host gradient."""
     reads = (staging(slot), gradient(unit))
     return Op(OpKind.ACCUMULATE, unit, slot, reads, (gradient(unit),), nbytes)
 
 
-@_made_once
+@_cached
 def offload_input(place: int, nbytes: int) -> Op:
     """Copy a saved input to its place on the host."""
     return Op(OpKind.OFFLOAD_INPUT, ROOT, place, (saved_input(place),), (host_input(place),), nbytes)
 
 
-@_made_once
+@_cached
 def fetch_input(place: int, nbytes: int) -> Op:
     """Copy a saved input from its place on the host to memory that COMPUTE has made free for it."""
     reads = (host_input(place), saved_input(place))
     return Op(OpKind.FETCH_INPUT, ROOT, place, reads, (fetched(place),), nbytes)
 
 
-@_made_once
+@_cached
 def norm(unit: int, nbytes: int) -> Op:
     """Take the sum of squares of a unit's host gradient."""
     return Op(OpKind.NORM, unit, None, (gradient(unit),), (squares(unit),), nbytes)
 
 
-@_made_once
+@_cached
 def step(
     unit: int,
     source: Place,
@@ -211,19 +211,19 @@ def step(
     return Op(OpKind.STEP, unit, ring, (source, *here), (shard(unit), *here), nbytes)
 
 
-@_made_once
+@_cached
 def reduce(unit: int, slot: int, nbytes: int) -> Op:
     """Average gradient slot ``slot`` over the ranks, and take its sum of squares."""
     return Op(OpKind.REDUCE, unit, slot, (grad_slot(slot),), (grad_slot(slot),), nbytes)
 
 
-@_made_once
+@_cached
 def all_gather(unit: int, slot: int, nbytes: int) -> Op:
     """Bring the parts of a unit's weights that other ranks have copied into their slots into this one's."""
     return Op(OpKind.ALL_GATHER, unit, slot, (weight_slot(slot),), (weight_slot(slot),), nbytes)
 
 
-@_made_once
+@_cached
 def gather(unit: int, nbytes: int, weights: int | None = None) -> Op:
     """Bring what the ranks of other machines have made of a unit's weights into its host shard; of weights on
     disk into those in buffer ``weights`` of their ring."""
@@ -231,7 +231,7 @@ def gather(unit: int, nbytes: int, weights: int | None = None) -> Op:
     return Op(OpKind.GATHER, unit, weights, places, places, nbytes)
 
 
-@_made_once
+@_cached
 def agree(units: tuple[int, ...], masters: tuple[Place, ...]) -> Op:
     """Wait until all ranks have come as far with the gradients of ``units`` as this one, and with their
     weights and state, in host memory and on disk, which are in the places ``masters``."""
@@ -246,19 +246,19 @@ def masters_of(unit: int, held: HostShard) -> tuple[Place, ...]:
     return (shard(unit), *on_disk, *(state(chunk.number) for chunk in held.disk.chunks))
 
 
-@_made_once
+@_cached
 def read_state(unit: int, chunk: int, ring: int, nbytes: int) -> Op:
     """Read a chunk of a unit's state from disk."""
     return Op(OpKind.READ_STATE, unit, ring, (state(chunk),), (state_ring(ring),), nbytes)
 
 
-@_made_once
+@_cached
 def write_state(unit: int, chunk: int, ring: int, nbytes: int) -> Op:
     """Write a chunk of a unit's state to disk."""
     return Op(OpKind.WRITE_STATE, unit, ring, (state_ring(ring),), (state(chunk),), nbytes)
 
 
-@_made_once
+@_cached
 def sync(places: tuple[Place, ...], *, to_write: bool = False) -> Op:
     """Wait until ``places`` may be read, or written, by the caller's thread."""
     return Op(OpKind.SYNC, ROOT, None, places, places if to_write else ())

@@ -30,15 +30,15 @@ def flatten(value: object) -> tuple[list[torch.Tensor], Rebuild]:
     anew, so that who is given them may put something into them.
     """
     tensors: list[torch.Tensor] = []
-    seen: dict[int, _Hole] = {}
+    holes: dict[int, _Hole] = {}
 
     def take(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if id(leaf) not in seen:
-            seen[id(leaf)] = _Hole(len(tensors))
+        if id(leaf) not in holes:
+            holes[id(leaf)] = _Hole(len(tensors))
             tensors.append(leaf)
-        return seen[id(leaf)]
+        return holes[id(leaf)]
 
     return tensors, partial(_fill, _map(take, value))
 
@@ -85,14 +85,14 @@ def reachable(value: object) -> list[torch.Tensor]:
     """The tensors that can be reached from ``value``, also through the attributes of any object, each as
     often as it occurs."""
     tensors: list[torch.Tensor] = []
-    seen: set[int] = set()
+    entered: set[int] = set()
     stack = [value]
     while stack:
         item = stack.pop()
         if isinstance(item, torch.Tensor):
             tensors.append(item)
-        elif id(item) not in seen and not isinstance(item, _OPAQUE):
-            seen.add(id(item))
+        elif id(item) not in entered and not isinstance(item, _OPAQUE):
+            entered.add(id(item))
             stack.extend(_children(item))
     return tensors
 

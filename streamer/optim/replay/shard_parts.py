@@ -94,7 +94,7 @@ class OnShard:
         self._shard, self._elements = shard, range(elements.start, elements.stop)
         #: completes 16-bit weights to masters
         self._purpose = MASTERS if part.dtype == FP16 else REMAINDERS
-        self._beside = self._read_beside() if part.dtype != FP32 else self._weight
+        self._master_data = self._read_master_data() if part.dtype != FP32 else self._weight
 
     def load(self, stand_ins: StandIns) -> None:
         masters, gradients = self._masters(), self._gradients()
@@ -110,9 +110,9 @@ class OnShard:
             return self._weight
         if self._part.dtype == FP16:
             # a weight that differs from its rounded master was written by the user's code: [Note: masters]
-            is_kept = self._beside.to(FP16).view(torch.int16) == self._weight.view(torch.int16)
-            return self._beside.copy_(torch.where(is_kept, self._beside, self._weight.to(FP32)))
-        native.join(array(self._weight), array(self._beside), array(self._scratch[0]))
+            is_kept = self._master_data.to(FP16).view(torch.int16) == self._weight.view(torch.int16)
+            return self._master_data.copy_(torch.where(is_kept, self._master_data, self._weight.to(FP32)))
+        native.join(array(self._weight), array(self._master_data), array(self._scratch[0]))
         return self._scratch[0]
 
     def _gradients(self) -> torch.Tensor | None:
@@ -133,21 +133,21 @@ class OnShard:
         first = self._part.slices[0].index
         for each in self._part.slices:
             place = slice(each.index - first, each.index - first + each.numel)
-            tensors = self._weight[place], self._beside[place], self._gradient[place]
+            tensors = self._weight[place], self._master_data[place], self._gradient[place]
             yield Memory(*tensors, self._scale, torch.Size(each.param.shape))
 
     def store(self) -> None:
         if self._part.dtype == FP16:
-            self._weight.copy_(self._beside)
+            self._weight.copy_(self._master_data)
         elif self._part.dtype == BF16:
-            native.split(array(self._scratch[0]), array(self._weight), array(self._beside))
+            native.split(array(self._scratch[0]), array(self._weight), array(self._master_data))
         self.store_in_place()
 
     def store_in_place(self) -> None:
         if self._part.dtype != FP32 and self._shard.is_on_disk(self._purpose):
-            self._shard.disk.write(self._purpose, self._elements, self._beside)
+            self._shard.disk.write(self._purpose, self._elements, self._master_data)
 
-    def _read_beside(self) -> torch.Tensor:
+    def _read_master_data(self) -> torch.Tensor:
         if self._shard.is_on_disk(self._purpose):
             return self._shard.disk.read(self._purpose, self._elements)
         # if machines divide the state, the shard has a piece
