@@ -1,4 +1,5 @@
-"""References of a layer's own graph to a slot: places in it, since its backward runs on another slot."""
+"""References of a layer's own graph to a slot, stored as places: the layer's backward runs on another
+slot."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class EarlyUpdates:
             self._has_finished = True
 
     def next_step(self, updater: Updater | None = None) -> list[str]:
-        """The optimizer of ``updater`` has made a step, or all optimizers have. Returns the names of the
+        """The optimizer of ``updater`` has taken a step, or all optimizers have. Returns the names of the
         layers whose update was skipped since the last one."""
         if updater is None:
             self._updated.clear()

@@ -477,7 +477,7 @@ class Executor:
 
     @never_traced
     def finish_backward(self) -> None:
-        """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them."""
+        """Block until the gradients of all layers are in host memory, in ``p.grad``."""
         self.gradients.finish_backward()
         self._run_hooks()
         if not self.gradients.are_kept:

@@ -1,6 +1,5 @@
-"""Which units will be asked for next, learned from what was asked for before.
-
-A prediction decides what is copied early and what is given up. A wrong one costs a copy, nothing else.
+"""Predicts which layers will run next from those that have run. A prediction decides which layers are
+prefetched and which are evicted. A wrong one costs a copy, nothing else.
 """
 
 from __future__ import annotations
@@ -13,40 +12,40 @@ from typing import NamedTuple
 
 
 class Phase(enum.Enum):
-    """Why a unit is asked for."""
+    """The kind of run."""
 
-    FORWARD = "F"  # a forward that a backward will follow
-    FROZEN = "Z"  # a forward with gradients on, to which no backward will come
+    FORWARD = "F"  # a forward with a backward to come
+    FROZEN = "Z"  # a forward with gradients on, but without a backward
     BACKWARD = "B"
     INFERENCE = "I"  # a forward without gradients
 
-    # Enum.__hash__ is a Python function, slow for a dictionary key that is used at every use
+    # Enum.__hash__ is a Python function, slow for a dictionary key in every use
     __hash__ = object.__hash__
 
 
 class LayerUse(NamedTuple):
-    """One request for a unit."""
+    """One use of a unit's weights: a forward or a backward."""
 
     unit: int
     phase: Phase
 
 
 class Cycle:
-    """Uses that are expected to come again and again."""
+    """Uses that are expected to repeat."""
 
     def __init__(self, uses: Iterable[LayerUse]) -> None:
         self.uses = tuple(uses)
-        #: the units of three rounds
+        #: the units of three cycles
         self.thrice = 3 * tuple(use.unit for use in self.uses)
 
 
 class Order:
-    """Cycles of uses as they were last seen.
+    """The last cycles of uses.
 
     A cycle of training runs from the first forward after a backward to the end of the next backward,
     inference in between (of a reference model, say) included. A cycle of inference alone, or of frozen
-    forwards alone, is over when a unit is asked for again. Of training and inference the last one is
-    remembered, and it is expected to come again.
+    forwards alone, is over when a unit is used again. The last cycle of training and the last one of
+    inference are remembered, and expected to repeat.
     """
 
     def __init__(self, units: Sequence[int]) -> None:
@@ -57,11 +56,11 @@ class Order:
         self._now: list[LayerUse] = []
         self._phases: set[Phase] = set()
         self._longest = 64 * len(units)
-        #: where in the remembered cycle the next use is expected
+        #: the position of the next expected use in the remembered cycle
         self._position = 0
 
     def advance(self, use: LayerUse) -> bool:
-        """Note that ``use`` is happening; whether it is the one that was expected next."""
+        """Record ``use``, which begins now. Returns whether it was expected next."""
         position = self._position
         begins = self._begins_cycle(use)
         if begins:
@@ -72,7 +71,7 @@ class Order:
         self._now.append(use)
         self._phases.add(use.phase)
         expected = self._expected().uses
-        # units may be skipped: look ahead first, then anew from the start of the cycle
+        # units may be skipped: search ahead first, then from the start of the cycle
         ahead = _index(expected, use, self._position)
         found = ahead if ahead is not None else _index(expected, use, 0)
         if found is not None:
@@ -117,8 +116,8 @@ class Order:
 
 
 def farthest(candidates: Iterable[int], upcoming: Iterable[int], nbytes: Sequence[int]) -> int | None:
-    """Of the units ``candidates``, the one whose next use is farthest away for each of its bytes, or None if
-    there are none. ``nbytes`` are those of all units."""
+    """The unit among ``candidates`` with the largest distance to its next use, divided by its bytes; None if
+    there are no candidates. ``nbytes`` are those of all units."""
     candidates = list(candidates)
     if len(candidates) < 2:
         return next(iter(candidates), None)
