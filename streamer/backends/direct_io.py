@@ -138,8 +138,8 @@ class ScratchFile:
         system: System,
         of_other: tuple[int, int, str] | None = None,
     ) -> None:
-        """``of_other`` is a file that another process has created: the descriptor that was passed to this
-        process, and the ``alignment`` and the ``why_not`` that were found there."""
+        """``of_other`` is a file that another process has created: its descriptor in this process, and the
+        ``alignment`` and ``why_not`` found there."""
         self.folder = Path(folder)
         check_system(f"disk={self}")
         self._system = system
