@@ -90,7 +90,7 @@ def rows_shown(report: Report, sizes: Report) -> Iterator[tuple[list[str], Any]]
 
 
 def readme_rows(report: Report, sizes: Report) -> list[str]:
-    """The README's table. Its last column is what the command below it ends with."""
+    """The README's table. Its last column is the end of the command in docs/benchmarks.md."""
     heads = [
         "model",
         "trained",
