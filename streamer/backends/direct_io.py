@@ -146,7 +146,7 @@ class ScratchFile:
         # Path.exists raises its own errors if a folder above may not be searched
         if not os.path.exists(folder):
             raise DiskError(
-                f"disk={self}: this process sees no such folder: make it, or give one that is there",
+                f"disk={self}: no such folder for this process: create it, or use an existing one",
                 errno.ENOENT,
             )
         if not os.path.isdir(folder):
@@ -351,7 +351,7 @@ class StoredFile:
         """
         if self._is() != self._was:
             raise DiskError(
-                f"{self.path} has changed since the model was made, and weights are read from it: put it "
+                f"{self.path} has changed since the model was created, and weights are read from it: put it "
                 "back, and read the model anew",
                 errno.ESTALE,
             )
@@ -411,7 +411,7 @@ def too_full(folder: Path, needed: int, free: int, number: int | None = errno.EN
     """The error for a folder without room for ``needed`` more bytes."""
     return DiskError(
         f"disk={folder} has no room: {exact_amount(needed)} are needed and {exact_amount(free)} are "
-        "free: free space, or give folders on further drives, which take their share",
+        "free: free space, or add folders on other drives",
         number,
     )
 

@@ -102,7 +102,7 @@ class Ranks:
             )
         self._members = members_of(group)
         if dist.get_rank() not in self._members:
-            raise ValueError("this process is not of the process_group that it was given")
+            raise ValueError("this process is not in the process_group passed to it")
         self.rank, self.size = self._members.index(dist.get_rank()), len(self._members)
         # the groups of a mesh have PyTorch's default timeout, not that of init_process_group
         known = [dist.group.WORLD] if is_mesh(group) else []
@@ -287,7 +287,7 @@ class Ranks:
                 pairs = zip([*first, "nothing more"], [*theirs, "nothing more"], strict=False)
                 lead, there = next(pair for pair in pairs if pair[0] != pair[1])
                 raise ValueError(
-                    f"the ranks were not given the same: rank 0 has '{lead}' where rank {rank} has '{there}'"
+                    f"the ranks' options or models differ: rank 0 has '{lead}', rank {rank} has '{there}'"
                 )
 
     def from_first(self, what: str, value: T) -> T:

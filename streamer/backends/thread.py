@@ -135,8 +135,8 @@ class Worker:
         """Raise RuntimeError once the lane is closed."""
         if self._closed:
             raise RuntimeError(
-                f"the {self.lane.name} lane is closed: its model was unwrapped, so what was made for the "
-                "wrapped model (an optimizer, a graph) is of no more use"
+                f"the {self.lane.name} lane is closed: its model was unwrapped, so objects of the "
+                "wrapped model (an optimizer, a graph) are of no more use"
             )
 
     @staticmethod

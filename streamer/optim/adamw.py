@@ -161,8 +161,8 @@ def begin_step(
     last. Raises RuntimeError for a model that was unwrapped."""
     if any(executor.released for executor in executors):
         raise RuntimeError(
-            "the model that this optimizer updates was unwrapped: make a new optimizer, of torch.optim for a "
-            "plain model"
+            "the model that this optimizer updates was unwrapped: create a new optimizer, of torch.optim for "
+            "a plain model"
         )
     names = []
     for executor in executors:

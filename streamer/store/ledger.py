@@ -192,7 +192,7 @@ class Ledger:
 
         def table() -> str:
             rows = {"available": room.host - room.freed_by_model}
-            rows |= nonzero({"given back by the model": room.freed_by_model})
+            rows |= nonzero({"freed by the model": room.freed_by_model})
             if room.lockable < UNLIMITED:
                 rows["may be page-locked"] = room.lockable
             return self.table(device={"available": room.tensors}, host=rows)

@@ -120,7 +120,7 @@ class Reduced:
         self._squares = squares
 
     def __call__(self) -> torch.Tensor:
-        assert self._squares is not None, "it has landed"
+        assert self._squares is not None, "the gradient is averaged"
         return self._squares
 
     def set(self, used: int, squares: torch.Tensor) -> None:

@@ -153,7 +153,7 @@ class _Run:
 
 
 class _TinyPart:
-    """A part whose masters are tensors; the memory that shows them holds NaN between steps."""
+    """A part whose masters are tensors; the stand-ins' memory holds NaN between steps."""
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.params = params
