@@ -51,7 +51,7 @@ from streamer.errors import DiskError, warn
 #: The most bytes that one system call moves.
 BLOCK_BYTES = 8 << 20
 #: A small extent is cut into pieces smaller than a block: this many for each thread of each drive, ...
-TURNS = 2
+PIECES_PER_THREAD = 2
 #: ... but no piece is smaller than a block divided by this.
 LEAST_BLOCK = 8
 #: The number of pieces moved at the same time, for each drive and direction.
@@ -213,7 +213,7 @@ class Scratch:
         padded = self.padded(nbytes)
         # the same number of pieces of the same size on each drive: all drives work until the end
         drives = len(self._drives)
-        blocks = max(-(-padded // (self._block_bytes * drives)), TURNS * self._in_flight)
+        blocks = max(-(-padded // (self._block_bytes * drives)), PIECES_PER_THREAD * self._in_flight)
         count = min(blocks * drives, max(1, padded * LEAST_BLOCK // self._block_bytes))
         size = self.padded(-(-padded // count))
         # the drives with the least go first, for the remainder

@@ -348,7 +348,7 @@ class Ranks:
         if self._process.is_this():
             self._exchanging = {}
 
-    # what a machine's ranks share
+    # memory and files that a machine's ranks share
 
     def host_buffer(self, backend: Backend, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """A zeroed flat uint8 tensor of ``nbytes`` that the ranks of a machine share. The memory is taken
@@ -569,7 +569,7 @@ class Ranks:
         if self.machines > 1 and self.is_first_of_machine:
             for tensor in shared:
                 self._pass_on(tensor.view(torch.uint8), 0)
-        self.exchange("taking over what the first machine has")
+        self.exchange("taking over memory of the first machine")
 
 
 def alone_among() -> int:

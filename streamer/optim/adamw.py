@@ -223,11 +223,11 @@ class _Members:
         self._part: tuple[tuple[bool, ...], _Members] | None = None
         self._launches: tuple[object, Launches] | None = None
 
-    def only(self, which: Sequence[bool]) -> _Members | None:
-        """The members for which ``which`` is True, None if there are none."""
-        if all(which):
+    def only(self, mask: Sequence[bool]) -> _Members | None:
+        """The members for which ``mask`` is True, None if there are none."""
+        if all(mask):
             return self
-        key = tuple(which)
+        key = tuple(mask)
         if self._part is None or self._part[0] != key:
             if not any(key):
                 return None
@@ -260,11 +260,11 @@ class _Members:
         hypers = [hyper_of(self.groups[group], int(step)) for group, step in numbers]
         return UnitUpdate(self._launches[1], hypers)
 
-    def count(self, which: Sequence[bool] | None = None, by: int = 1) -> None:
-        """Add ``by`` to the step counts of the members, or of those for which ``which`` is True."""
+    def count(self, mask: Sequence[bool] | None = None, by: int = 1) -> None:
+        """Add ``by`` to the step counts of the members, or of those for which ``mask`` is True."""
         # NumPy writes this: PyTorch would first run the update that has just been queued
         steps = self.unit.steps.numpy()
-        steps[self._places if which is None else self._places[np.array(which)]] += by
+        steps[self._places if mask is None else self._places[np.array(mask)]] += by
 
 
 class AdamW(Optimizer):

@@ -61,9 +61,9 @@ class Launches:
             )
         return self._nbytes[elements]
 
-    def only(self, which: Iterable[bool]) -> Launches:
-        """The launches for those parameters for which ``which`` is True."""
-        return Launches(compress(self._params, which), self.state_dtype)
+    def only(self, mask: Iterable[bool]) -> Launches:
+        """The launches for those parameters for which ``mask`` is True."""
+        return Launches(compress(self._params, mask), self.state_dtype)
 
 
 class _Row(NamedTuple):
