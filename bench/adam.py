@@ -2,7 +2,7 @@
 
     python -m bench.adam [--parameters 40e6] [--rounds 31] [--json bench/results/adam.json]
 
-Each round runs every contender once, in an order drawn anew, so that whatever else the machine does meets all
+Each round runs every contender once, in a new random order, so that other load on the machine affects all
 alike. Times are nanoseconds per parameter; the ratio is the median over rounds of baseline / contender within
 a round, with its quartiles.
 """
@@ -115,14 +115,14 @@ class TorchFused:
         self.optimizer.step()
 
     def whole_job(self, grad: torch.Tensor, weight: torch.Tensor) -> None:
-        """What a bf16 run needs around it: the bf16 gradient widened, the new weight narrowed."""
+        """The conversions of a bf16 run: the bf16 gradient widened, the new weight narrowed."""
         self.parameter.grad.copy_(grad)
         self.optimizer.step()
         weight.copy_(self.parameter.detach())
 
 
 class DeepSpeed:
-    """The whole job around DeepSpeed's CPU Adam. Raises ImportError where it is not installed."""
+    """The complete update with DeepSpeed's CPU Adam. Raises ImportError if it is not installed."""
 
     def __init__(self, master: torch.Tensor) -> None:
         from deepspeed.ops.adam import DeepSpeedCPUAdam

@@ -4,12 +4,12 @@ and with random weights, five steps each with clipping, both activation policies
     python -m bench.architectures [--only NAME ...] [--json bench/results/architectures.json]
     python -m bench.architectures --device cuda [--part 0/4] [--json bench/results/gpu/architectures.json]
 
-Both sides start from the same weights, data and random numbers, in fp32, dropout on. Compared are
-the first loss and the first gradients (difference over the largest gradient of the model: 0 is to the bit),
-all losses, norms and final weights, and the keys of ``state_dict``. AdamW has eps 1e-5 on both sides, so that
+Both sides start from the same weights, data and random numbers, in fp32, dropout on. The script compares the
+first loss and the first gradients (difference over the largest gradient of the model: 0 is to the bit), all
+losses, norms and final weights, and the keys of ``state_dict``. AdamW has eps 1e-5 on both sides, so that
 gradients that are nothing but rounding (a bias before a softmax) do not move their weights by a whole step.
 The plain models run without their key/value cache, as streamed layers do in training. On a GPU both sides
-take PyTorch's deterministic algorithms. ``--part 0/4`` takes every fourth, into a table of its own.
+take PyTorch's deterministic algorithms. ``--part 0/4`` runs every fourth architecture, for a separate table.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from streamer.engine.handle import wrapped
 
 
 def report_table(report: Report) -> list[str]:
-    """A row for each architecture: how far streamed training is from plain PyTorch's, under either policy."""
+    """A row for each architecture: the difference of streamed training from plain PyTorch's, under either
+    policy."""
     heads = [
         "architecture",
         "kind",
@@ -118,7 +119,7 @@ STEPS = 5
 
 @dataclass
 class Run:
-    """What five steps leave."""
+    """The results of five steps."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -128,9 +129,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Parity:
-    """How far a streamed run is from the plain one: ``gradients`` is the largest difference in the first step
-    over the largest gradient of the model, ``losses`` and ``norms`` the largest relative ones, ``weights``
-    the largest in the end."""
+    """The difference of a streamed run from the plain one: ``gradients`` is the largest difference in the
+    first step over the largest gradient of the model, ``losses`` and ``norms`` the largest relative ones,
+    ``weights`` the largest in the end."""
 
     layers: int
     first_loss_equal: bool

@@ -1,12 +1,12 @@
-"""The ops of training steps sorted by step and by layer, and what they add up to; raw copies for comparison.
+"""The ops of training steps by step and by layer, with their sums; raw copies for comparison.
 
-A step begins at the root's forward, the first op of every forward. To it belong the ops that are issued from
-there to the next one, but for the copies of weights: these belong to the visit that they serve, the next
-forward or backward of their unit, since the first ones of a forward are issued by the step
-before. So every step in a steady state has the same ops, whatever ran under what.
+A step begins at the root's forward, the first op of every forward, and has all ops issued until the next one.
+Copies of weights are an exception: they belong to the next forward or backward of their unit, since the
+previous step issues the first ones of a forward. So all steps in a steady state have the same ops, whatever
+they overlapped with.
 
-What one layer takes is given as medians, over copies or over steps. Busy and exposed seconds are means per
-step, so that those of the rows add up to those of the lanes.
+Figures of one layer are medians, over copies or over steps. Busy and exposed seconds are means per step, so
+that those of the rows add up to those of the lanes.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ RawSeconds = Callable[[Lane, int], float]
 
 
 class CompleteTrace(Trace):
-    """A trace that forgets no op, and knows in which order they were issued, which starts do not tell."""
+    """A trace that keeps all ops, in the order of their issue; their starts may have another order."""
 
     def __init__(self) -> None:
         super().__init__(keep=sys.maxsize)
@@ -157,7 +157,7 @@ class CompleteTrace(Trace):
 
 @dataclass(frozen=True)
 class Placed:
-    """An op that has run, the step it belongs to (-1 before the first), and, of a copy, what it is for."""
+    """An op that has run, its step (-1 before the first) and, for a copy, its purpose."""
 
     record: Record
     step: int
@@ -173,7 +173,7 @@ class Placed:
 
 
 def place(records: Sequence[Record]) -> list[Placed]:
-    """Every one of ``records``, which are in the order of issue, with its step and purpose."""
+    """All ``records``, in the order of issue, with their steps and purposes."""
     begins = (Placed(record, 0).begins_step for record in records)
     steps = [number - 1 for number in itertools.accumulate(begins, initial=0)][1:]
     placed: list[Placed] = []
@@ -198,7 +198,7 @@ def step_seconds(placed: Iterable[Placed], steps: range) -> list[float]:
 
 
 def rows(placed: Iterable[Placed], steps: range, raw_seconds: RawSeconds) -> dict[str, Any]:
-    """Figures of ``"layers"``, of the ``"root"`` unit, and of the ``"caller"`` who waits for gradients."""
+    """Figures of ``"layers"``, of the ``"root"`` unit, and of the ``"caller"``, which waits for gradients."""
     of_row: dict[int | None, list[Placed]] = defaultdict(list)
     for one in placed:
         if one.step in steps:

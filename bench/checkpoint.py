@@ -1,11 +1,11 @@
-"""How fast is a checkpoint written, beside a plain sequential write of as many bytes to the same disk?
+"""How fast is a checkpoint written, compared with a plain sequential write of as many bytes to the same disk?
 
     python -m bench.checkpoint --folder .    # 1 GB, a minute or two
 
-Each round writes both, in an order drawn anew: *save* is `streamer.save` of a GPT with its moments
-(checksums, whole masters, flushed to the disk, renamed), *raw* one file of the same size from one buffer in
-memory, written 16 MiB at a time and flushed. Both are deleted before the next. Also timed: `streamer.load`,
-which reads and checks all of it before it takes it over, from files that are in the page cache.
+Each round writes both, in a new random order: *save* is `streamer.save` of a GPT with its moments (checksums,
+whole masters, flushed to the disk, renamed), *raw* one file of the same size from one buffer in memory,
+written 16 MiB at a time and flushed. Both are deleted before the next. Also timed: `streamer.load`, which
+reads and checks all of it before any change, from files in the page cache.
 """
 
 from __future__ import annotations

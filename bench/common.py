@@ -1,4 +1,4 @@
-"""What the bench scripts share: the machine and the versions behind a figure, quartiles, the JSON file."""
+"""Shared by all bench scripts: the machine and the versions of a result, quartiles, the JSON file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def driver_version() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what computes."""
+    """The hardware that computes."""
     return {
         "python": platform.python_version(),
         "numba": numba.__version__,
@@ -66,8 +66,8 @@ def versions() -> dict[str, str]:
 
 
 def provenance(script: str, *, load_before: float, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """What a result begins with: its script, the date (UTC), the hardware and the versions; of a GPU also
-    whether it computes, which one that stands in for a GPU does not."""
+    """The head of a result: its script, the date (UTC), the hardware and the versions; for a GPU also whether
+    it computes (a stand-in for a GPU does not)."""
     return {
         "script": script,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

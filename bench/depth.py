@@ -4,12 +4,12 @@
     python -m bench.depth --device cuda --dtype bfloat16 --n-embd 2048 --n-head 16 --batch-size 8 \\
         --context 1024 --one-at-a-time
 
-GPT-2 of one width and several depths, two slots each. Every round runs a block of steps of each depth, in an
-order drawn anew, so that whatever else the machine does meets all alike. A block begins with nothing under
-way, takes one step that is not timed, and then those that are; its figure is the median. As in
-`bench.hidden_update`, the clock starts with an update just queued and stops with another just queued. A line
-is laid by least squares through the medians over rounds: its slope is what a layer costs, its intercept what
-is in no layer; R^2 and the largest residual, as a share of the time measured, say how straight it is.
+GPT-2 of one width and several depths, two slots each. Every round runs a block of steps of each depth, in a
+new random order, so that other load on the machine affects all alike. A block begins with idle lanes, with
+one step that is not timed; its figure is the median of the timed steps. As in `bench.hidden_update`, the
+clock starts just after an update is queued, and stops just after another one is. A line is fitted to the
+medians over rounds by least squares: its slope is the time of a layer, its intercept the time outside of
+layers. R^2 and the largest residual, as a share of the measured time, say how straight it is.
 
 Of device memory there are two figures. *Owned* are the wrapped model's buffers: slots, gradient slots, and
 all that is in no layer. They should not depend on depth, and the report says whether they do. *Peak* is the
@@ -204,7 +204,7 @@ class Loop:
         )
 
     def close(self) -> None:
-        """End the lanes and give the memory back, but not the weights, which nobody wants."""
+        """End the lanes and free the memory; the weights are discarded."""
         wrapped(self.model).close()
 
 

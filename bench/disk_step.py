@@ -3,10 +3,9 @@
     python -m bench.disk_step --folder /nvme/scratch      # 10 minutes, 2 GiB of memory, 3 GiB of disk
 
 A GPT in bf16 trains on the CPU in every placement in turn: all in host memory; the optimizer's state on disk;
-weights too. The last two on the disk as it is, and throttled to rates that do not vary, so that what a plan
-says can be compared. A turn is some steps in a plain loop (forward, cross-entropy, backward, AdamW), and the
-first of them, which finds a pipeline at rest, is not counted. Losses are equal to the bit in all placements,
-or the script fails.
+weights too. The last two run on the disk as it is, and throttled to constant rates, so that plans can be
+compared. A turn is some steps in a plain loop (forward, cross-entropy, backward, AdamW); its first step, with
+an idle pipeline, is not counted. Losses are equal to the bit in all placements, or the script fails.
 
 ``slower`` is a placement's step by the one in host memory of the same round, ``planned`` the same of plans:
 for this machine as `streamer calibrate` measures it at the start, with the throttle's rates for its disk, and
@@ -98,7 +97,7 @@ def _rate(row: Report) -> str:
 
 
 def readme_figure(report: Report) -> str:
-    """What `bench.disk_step` has found, in sentences."""
+    """The results of `bench.disk_step`, in sentences."""
     slow = [row for row in report["placements"] if row["throttle_bytes_per_second"] is not None]
     ratios = [
         f"{row['slower']['median']:.2f} times as long with {row['placement']} at {_rate(row)} each way "

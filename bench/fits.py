@@ -5,9 +5,9 @@
         --set train.warmup_steps=2                                                            # a GPU
 
 First the config as it is, on the text that it names, with the GPU held to ``stream.device_memory``: the loss
-on validation text before and after ``--steps`` steps, each step's loss, norm and seconds, and the most that
-was taken of the GPU and of host memory (the process's largest resident set; page-locked memory is in it). How
-often a GPU's allocator asks the driver for memory is counted from the second step on: it should be never.
+on validation text before and after ``--steps`` steps, each step's loss, norm and seconds, and the peaks of
+GPU memory and of host memory (the process's largest resident set, page-locked memory included). Requests of
+the GPU's allocator for memory of the driver are counted from the second step on: there should be none.
 
 Then, the limit lifted, larger batches on the same model: tokens/s, the part of a step that compute waited for
 copies, and the rate of copies over that of raw ones, as `bench.overlap` takes them. A batch that is too large
@@ -46,7 +46,7 @@ from streamer.model.options import parse_bytes
 
 
 def failures(report: Mapping[str, Any]) -> list[str]:
-    """What did not hold, in words."""
+    """The failed checks, in words."""
     found, limits = report["within_limits"], report["limits"]
     failed = []
     first, last = found["validation_loss"]
@@ -103,7 +103,7 @@ def within_limits(run: Run, steps: int) -> dict[str, Any]:
         norms.append(measured.get("grad_norm"))  # there is none where updates do not wait for it
         seconds.append(time.perf_counter() - begun)
         asked.append(asked_of_driver(run.executor))
-        # so that a run that is cut short has told something
+        # so that an interrupted run has printed something
         print(f"step {len(losses)}: loss {losses[-1]:.4f}, {seconds[-1]:.2f} s", flush=True)
     last = run.loop.validate()
     stats = streamer.stats(run.model)
@@ -132,7 +132,7 @@ def with_batch(run: Run, batch_size: int) -> dict[str, Any]:
     if run.executor.backend.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.executor.backend.device)
     try:
-        # after a step, a forward begins with the root's op, by which steps are told apart
+        # after a step, a forward begins with the root's op, which separates steps
         run.step(batch_size)
         streamer.synchronize(run.model)
         run.executor.issuer.trace = trace = CompleteTrace()
@@ -158,7 +158,7 @@ def with_batch(run: Run, batch_size: int) -> dict[str, Any]:
 
 
 def asked_of_driver(executor: Executor) -> int | None:
-    """How often PyTorch has asked the driver for device or page-locked memory; None where there is no GPU."""
+    """The number of PyTorch's requests to the driver for device or page-locked memory; None without a GPU."""
     if executor.backend.device.type != "cuda":
         return None
     device, host = torch.cuda.memory_stats(executor.backend.device), torch.cuda.host_memory_stats()
@@ -166,7 +166,7 @@ def asked_of_driver(executor: Executor) -> int | None:
 
 
 def reserved_peak(executor: Executor) -> int | None:
-    """The most that PyTorch's allocator has had of the GPU, what it keeps for later included."""
+    """The peak of GPU memory of PyTorch's allocator, including unused memory that it keeps."""
     device = executor.backend.device
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 

@@ -5,9 +5,9 @@
         --dtype bfloat16 --compute-threads 8 --host-threads 8
 
 One model takes steps in three ways: *queued*, the plain loop, whose update runs under the next forward;
-*waited*, with `streamer.synchronize` after `optimizer.step`, as an optimizer that blocks; *none*, without a
-step, its gradients dropped. All three take the norm and clip. Each round runs a block of steps of each, in an
-order drawn anew, so that whatever else the machine does meets all alike.
+*waited*, with `streamer.synchronize` after `optimizer.step`, as with an optimizer that blocks; *none*,
+without a step: gradients are dropped. All three compute the norm and clip. Each round runs a block of steps
+of each, in a new random order, so that other load on the machine affects all alike.
 
 A block begins with nothing under way, takes one step that is not timed, and then those that are. In *queued*
 the clock thus starts with an update just queued and stops with another just queued: as many updates are

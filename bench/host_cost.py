@@ -1,14 +1,14 @@
-"""What does streaming a layer cost the host, beside what recomputing one by PyTorch's own checkpoint costs?
+"""How much host time does streaming a layer take, compared with recomputing one by PyTorch's own checkpoint?
 
     python -m bench.host_cost                      # two minutes on two cores, no GPU
     python -m bench.host_cost --device cuda
     NULLGPU_SHORT_COPIES=128K python -m bench.host_cost --device cuda --no-values    # on tests/nullgpu
 
-The layers are so small that nearly all of a step is the host's own work. The same model trains in three
-ways, in one process and one PyTorch thread: plain, with `torch.utils.checkpoint` around each layer, and
-streamed with ``activations="recompute"``. A round has some steps of each, one of each way in turn, in an
-order drawn anew. A step is forward, backward, `optimizer.step` (PyTorch's AdamW, fused; ours) and
-`zero_grad`; "passes" are the same without the update.
+The layers are so small that nearly all of a step is the host's own work. The same model trains in three ways,
+in one process and one PyTorch thread: plain, with `torch.utils.checkpoint` around each layer, and streamed
+with ``activations="recompute"``. A round has some steps of each, one of each way in turn, in a new random
+order. A step is forward, backward, `optimizer.step` (PyTorch's AdamW, fused; ours) and `zero_grad`; "passes"
+are the same without the update.
 
 `checkpoint_adds` is what a layer takes in a step above plain, in microseconds, `streaming_adds` what a
 streamed one takes above a checkpointed one; `ratio` is the second by the first, of the medians of one round.
@@ -90,7 +90,7 @@ def trainers(device: str, *, is_updated: bool) -> dict[str, Callable[[], None]]:
 
 
 def measure(device: str, rounds: int, steps: int, *, is_updated: bool) -> dict[str, Any]:
-    """Quartiles over rounds of what checkpoint and streaming add to a layer, and of their ratio."""
+    """Quartiles over rounds of the time that checkpoint and streaming add to a layer, and of their ratio."""
     step = trainers(device, is_updated=is_updated)
     order = random.Random(0)
     seconds: dict[tuple[str, str], list[float]] = {(clock, way): [] for clock in CLOCKS for way in WAYS}

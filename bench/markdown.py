@@ -19,7 +19,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    """A figure; what was no number is null in JSON."""
+    """A figure; JSON has null for a value that is no number."""
     return "no number" if value is None else format(value, form)
 
 
@@ -42,6 +42,6 @@ def share(part: float | None) -> str:
 
 
 def config_of(report: Report) -> str:
-    """The config that was run, and what was changed of it."""
+    """The config of the run, and its changed options."""
     file, changed = report["config"]["file"], report["config"]["set"]
     return f"{file} ({', '.join(changed)})" if changed else str(file)

@@ -3,10 +3,10 @@
     python -m bench.model_sizes    # some minutes, no GPU: plans, as `streamer plan` makes them
 
 Nothing is measured: peaks and sizes of machines are those of data sheets (`streamer.planner.machine`), the
-drive is assumed. A step has 32,768 tokens, 16 sequences of 2,048. Of a short list of options the fastest that
-fits is shown: layer inputs on the device or in host memory, one or two sequences at a time. What host memory
-has no room for is on disk. Models are bf16. In full their moments are bf16 too. Adapters have rank 16 on all
-linear layers.
+drive is assumed. A step has 32,768 tokens, 16 sequences of 2,048. The table has the fastest plan that fits,
+from a short list of options: layer inputs on the device or in host memory, one or two sequences at a time.
+State that does not fit in host memory spills to disk. Models are bf16. In full their moments are bf16 too.
+Adapters have rank 16 on all linear layers.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _cells(plan: Mapping[str, Any]) -> list[str]:
 
 
 def readme_figure(report: Report) -> list[str]:
-    """What the project's README shows: models down, machines across."""
+    """A table of models by machines."""
     machines = report["machines"]
     heads = ["", "", *(f"{name}, {sizes['device_bytes'] / GIB:.0f} GiB" for name, sizes in machines.items())]
     rows = []
@@ -160,7 +160,7 @@ def configs(
 def best(
     folder: Path, machine: Machine, *, rank: int, quantize: str = "none", host_memory: str | None = None
 ) -> dict[str, Any]:
-    """Figures of the fastest plan that fits, or of that which lacks least."""
+    """Figures of the fastest plan that fits, or of the plan that lacks the fewest bytes."""
     plans, refused = [], ""
     for config in configs(folder, machine, rank=rank, quantize=quantize, host_memory=host_memory):
         try:

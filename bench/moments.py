@@ -59,7 +59,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """What one training left; ``losses`` are on validation text, by step."""
+    """The results of one training; ``losses`` are on validation text, by step."""
 
     variant: str
     seed: int
@@ -197,7 +197,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one has no spread (0 1 2)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, cores shared out")
-    parser.add_argument("--json", type=Path, default=RESULTS / "moments.json", help="the picture goes beside")
+    parser.add_argument(
+        "--json", type=Path, default=RESULTS / "moments.json", help="the picture is next to it"
+    )
     options = parser.parse_args()
     load_before, began = load_average(), time.perf_counter()
     threads = max(1, (os.cpu_count() or 1) // options.jobs)

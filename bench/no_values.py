@@ -1,8 +1,8 @@
-"""``--no-values``: measuring on a stand-in for a GPU whose kernels compute nothing, to the end all the same.
+"""``--no-values``: complete measurements on a stand-in for a GPU whose kernels compute nothing.
 
 Sizes, copies, bytes and waits of such a run are real; losses, gradients and the seconds of kernels are not.
-`bench.common.provenance` asks each device for a sum, and `bench.report` takes no result of a device that
-cannot add for a GPU's, with this option or without it.
+`bench.common.provenance` asks each device for a sum, and `bench.report` refuses results of a device that
+cannot add as results of a GPU, with or without this option.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 
 
 def go_on_without_values() -> None:
-    """Let training go on in this process whatever its device computes."""
+    """Let training continue in this process with any values that its device computes."""
     batch_check._are_alike = lambda *_: True
     measured = Norms.is_finite
 

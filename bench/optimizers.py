@@ -2,11 +2,11 @@
 
     python -m bench.optimizers [--width 1024] [--layers 4] [--rounds 9] [--json bench/results/optimizers.json]
 
-For each optimizer three contenders take a step per round, in an order drawn anew: PyTorch's class on fp32
+For each optimizer three contenders take a step per round, in a new random order: PyTorch's class on fp32
 parameters in place (*fp32*), on bf16 parameters in place as PyTorch alone has them, without masters (*bf16*),
 and on a wrapped model's bf16 weights with masters (*masters*), from `step()` until the last update is done.
 Times are nanoseconds per parameter, with quartiles over rounds; *more* is masters minus fp32 within a round.
-Muon is not here: on a CPU its matrix products hide all else.
+Muon is missing: on a CPU its matrix products take nearly all of the time.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
         --set model.args.n_head=16 --set train.per_device_train_batch_size=2 \\
         --set train.learning_rate=1e-4 --compute-threads 1
 
-The last has layers wide enough for copies to be seen, and leaves one of two cores to them (a minute).
+The last command has layers wide enough for visible copies, and leaves one of two cores to them (a minute).
 
 Takes any config that `streamer train` takes, and trains its model in a plain loop on one batch of random
 bytes: forward, cross-entropy in fp32, backward, clipping (where ``stream.update`` is "step"), step,

@@ -3,8 +3,8 @@
     python -m bench.plan_time    # three minutes on two cores, no GPU
 
 In every round this machine is measured as `streamer calibrate` does, once for all models and without their
-configs, and models of different shapes train on the thread backend, a block of steps each, in an order drawn
-anew, so that whatever else the machine does meets all alike. Then each model is predicted by the executor on
+configs, and models of different shapes train on the thread backend, a block of steps each, in a new random
+order, so that other load on the machine affects all alike. Then each model is predicted by the executor on
 the virtual backend, from the medians of the calibration. The ratio is predicted over measured: of the medians
 over rounds, and by round.
 """
@@ -133,7 +133,7 @@ def block(model: Any, step: Callable[[], None], steps: int) -> Block:
 
 
 def measure(rounds: int, steps: int) -> tuple[Machine, dict[str, list[Block]], Found]:
-    """This machine, a block of each shape by rounds, and what the machine is made of."""
+    """This machine, a block of each shape by rounds, and the machine's hardware."""
     backend = ThreadBackend()
     measurements = Measurements(backend, sizes_of(None, "cpu"))
     loops = {name: step_of(shape, ThreadBackend()) for name, shape in SHAPES.items()}

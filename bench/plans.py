@@ -1,4 +1,4 @@
-"""What does the config of ten billion parameters take on every machine that has a name?
+"""How much does the config of ten billion parameters take on every named machine?
 
     python -m bench.plans    # some minutes, no GPU: the plan of each, as `streamer plan` makes it
 
@@ -67,7 +67,7 @@ def figures(plan: RunPlan) -> dict[str, Any]:
 
 
 def row(config: Config, name: str) -> dict[str, Any]:
-    """A machine's plan, and where that does not fit what would make it fit."""
+    """A machine's plan and, if it does not fit, the remedy."""
     machine = named_machine(name)
     plan = plan_run(config, machine)
     found = None if plan.fits else find_remedies(plan, lambda changed: plan_run(changed, machine))

@@ -1,4 +1,4 @@
-"""What does a base of 70 billion parameters take in bf16, int8 and 4 bits, beside which adapters are trained?
+"""How much does a base of 70 billion parameters take in bf16, int8 and 4 bits, with adapters in training?
 
     python -m bench.quantized    # a minute or two, no GPU: plans, as `streamer plan` makes them
 

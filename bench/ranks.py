@@ -1,9 +1,9 @@
-"""What do two ranks with a core each make of one, and how do others do beside them?
+"""How much faster are two ranks with a core each than one, and than DDP and FSDP2?
 
     python -m bench.ranks                          # forty seconds on two cores, no GPU
 
 Two processes with one PyTorch thread each train the same model in several ways, interleaved: a round has some
-steps of each way, in an order drawn anew, and all processes begin a way together. The ways:
+steps of each way, in a new random order, and all processes begin a way together. The ways:
 
 - *one*: streamed by one process alone, on its part of the batch; the other process waits;
 - *two*: streamed by both, each on its part (`wrap(process_group=)`, gloo);

@@ -1,7 +1,7 @@
 """Turn the JSON in bench/results into its README.md, and into the figures of the project's pages.
 
-    python -m bench.report            # writes all
-    python -m bench.report --check    # says whether they are what the JSON says, exit code 1 if not
+    python -m bench.report # writes all python -m bench.report --check # checks that they match the JSON; exit
+    code 1 if not
 
 In README.md and docs/benchmarks.md the lines between ``<!-- figures: NAME -->`` and
 ``<!-- end of figures -->`` are replaced. Results of a GPU lie in bench/results/gpu, where `bench/gpu.sh`
@@ -57,7 +57,7 @@ def load(folder: Path) -> dict[str, Report]:
 
 def results_readme(reports: Mapping[str, Report], pictures: Collection[str]) -> str:
     """A section for each of ``reports``, by file name, with its picture if it is one of ``pictures``."""
-    lines = ["# Results", "", "Written by `python -m bench.report` from the JSON beside it.", ""]
+    lines = ["# Results", "", "Written by `python -m bench.report` from the JSON next to it.", ""]
     for name, report in reports.items():
         lines += [f"## [{name}]({name})", "", heading(report), "", *table_of(report), ""]
         picture = name.removesuffix("json") + "png"
@@ -67,7 +67,7 @@ def results_readme(reports: Mapping[str, Report], pictures: Collection[str]) -> 
 
 
 def heading(report: Report) -> str:
-    """Where and when it was measured, and with what."""
+    """The machine, the date and the versions of a result."""
     hardware, versions = report["hardware"], report["versions"]
     parts = [f"{hardware['processor']}, {hardware['cores']} cores"]
     if "gpu" in hardware:
@@ -78,7 +78,7 @@ def heading(report: Report) -> str:
 
 
 def script_of(report: Report) -> Any:
-    """The script that has measured it, which has its `report_table`."""
+    """The script of a result, with its `report_table`."""
     return import_module(report["script"].removesuffix(".py").replace("/", "."))
 
 

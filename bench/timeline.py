@@ -3,7 +3,7 @@
     python bench/timeline.py runs/gpt2-demo/trace.json timeline.png --steps 2
 
 Reads the Chrome trace that `streamer train` writes; needs matplotlib (the extra [plot]). The picture in the
-README is of layers wide enough for their copies to be seen:
+README has layers wide enough for visible copies:
 
     streamer train configs/gpt2-demo.toml --output runs/wide --steps 6 --set model.args.n_embd=1024 \\
         --set model.args.n_head=16 --set train.per_device_train_batch_size=2 --set train.learning_rate=1e-4

@@ -1,8 +1,8 @@
-"""How many tokens does a weight meet while it is on the device, and what does that make of tokens per second?
+"""How many tokens does each copy of a weight serve, and how does that change tokens per second?
 
-    python -m bench.tokens_per_transfer plain       # beside plain PyTorch; ten minutes on two cores
-    python -m bench.tokens_per_transfer bus         # a bus of 0.2 and 1 GB/s; eight minutes on two cores
-    python -m bench.tokens_per_transfer bus --device cuda --n-layer 3 --n-head 32 --n-embd 4096 \\
+    python -m bench.tokens_per_transfer plain # against plain PyTorch; ten minutes on two cores python -m
+    bench.tokens_per_transfer bus # a bus of 0.2 and 1 GB/s; eight minutes on two cores python -m
+    bench.tokens_per_transfer bus --device cuda --n-layer 3 --n-head 32 --n-embd 4096 \\
         --vocab-size 50257 --context 1024 --batch-sizes 4 16 --lr 1e-4 --rounds 3 --steps 1
 
 Weights cross the bus twice a step, once for forward and once for backward, and gradients once. The more
@@ -136,7 +136,7 @@ def chunked_loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) 
 
 
 def plain_bytes(*, parameters: int, tokens: int, n_layer: int, n_embd: int) -> Mapping[str, int]:
-    """What plain PyTorch holds in fp32, its layers checkpointed: weights, gradients and AdamW's moments at
+    """Bytes of plain PyTorch in fp32 with checkpointed layers: weights, gradients and AdamW's moments at
     rest, the inputs of the layers between forward and backward."""
     return {"at_rest": 16 * parameters, "saved_inputs": 4 * n_layer * tokens * n_embd}
 
@@ -162,7 +162,7 @@ def add_plain_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plain(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A group of two rows for each number of tokens; what there is so far after each of them."""
+    """A group of two rows for each number of tokens; yields the groups so far after each of them."""
     groups = []
     sizes = {name: getattr(options, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
     for tokens in options.tokens:
@@ -256,7 +256,7 @@ def builders(task: Task, options: argparse.Namespace, gb_per_second: float | Non
 
 
 def run_bus(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A group of rows for each bandwidth and batch; what there is so far after each of them."""
+    """A group of rows for each bandwidth and batch; yields the groups so far after each of them."""
     device = torch.device(options.device)
     rates: list[float | None] = [None] if device.type == "cuda" else options.gb_per_second
     if device.type == "cuda":
@@ -395,7 +395,7 @@ def draw(report: Report, picture: Path) -> None:
     for axes, (title, lines) in zip(all_axes[0], panels.items(), strict=True):
         for place, (name, points) in enumerate(lines.items()):
             style = {"color": "black", "linestyle": LIMITS[name]} if name in LIMITS else MARKED
-            # lines that lie on one another are all seen
+            # lines on top of one another stay visible
             width = 1.0 if name in LIMITS else 1.0 + 0.9 * (len(lines) - place)
             axes.plot(*zip(*points, strict=True), label=name, linewidth=width, **style)
         axes.set_xscale("log", base=2)

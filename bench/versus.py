@@ -1,4 +1,4 @@
-"""How fast is streamer beside the other ways to train the same model, and what does each hold?
+"""How fast is streamer compared with other ways to train the same model, and how much memory does each hold?
 
     python -m bench.versus --device cpu    # half a minute, no GPU: checks that all of it works
     python -m bench.versus --device cuda --n-layer 48 --n-head 25 --n-embd 1600 --vocab-size 50257 \\
@@ -95,7 +95,7 @@ class Result:
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says; of `CannotRun` what it says."""
+    """The type of an error and the first line of its message; for `CannotRun` only the message."""
     if isinstance(error, CannotRun):
         return str(error)
     lines = str(error).strip().splitlines()
@@ -140,7 +140,7 @@ def times_faster(than: Result, result: Result) -> dict[str, float]:
 
 
 def row(result: Result, results: Mapping[str, Result], *, dtype: str, tokens_per_step: int) -> dict[str, Any]:
-    """What the JSON has of one contender."""
+    """The JSON of one contender."""
     reference = reference_of(result, results)
     device = result.device_bytes
     return {
@@ -164,7 +164,7 @@ Builders = Mapping[str, Callable[[], Contender]]
 
 
 class Entry:
-    """A contender in the running, and what has been measured of it."""
+    """A running contender, and its measurements."""
 
     def __init__(self, build: Callable[[], Contender], task: Task, steps: int, untimed: int) -> None:
         self.task, self.steps, self.untimed = task, steps, untimed
@@ -231,7 +231,7 @@ class Entry:
         return Result(losses, self.seconds, device, host, **traits)
 
     def discard(self) -> None:
-        """Give up the contender, which is measured or has failed: that this fails too takes nothing away."""
+        """Release the contender, which is measured or has failed; errors in this are ignored."""
         try:
             self.contender.close()
         except Exception as error:
@@ -247,7 +247,7 @@ def measure(
     untimed: int = 1,
     seconds: float = math.inf,
 ) -> tuple[dict[str, Result], dict[str, str]]:
-    """What is known of each contender that came through, and of the others why they did not.
+    """The results of each contender that finished, and the reasons why others did not.
 
     A block takes ``untimed`` steps (0 or 1) before its ``steps``. After ``seconds`` no more rounds are begun,
     but for the two that quartiles need.
@@ -286,7 +286,7 @@ def measure(
                 break
             for name in order.sample(list(entries), len(entries)):
                 attempt(name, lambda name=name: entries[name].block())
-            # so that a run that is cut short has told something
+            # so that an interrupted run has printed something
             steps_took = ", ".join(f"{name} {entry.seconds[-1]:.4g}" for name, entry in entries.items())
             print(f"round {number + 1}, seconds per step: {steps_took}", flush=True)
         for name in list(entries):
@@ -306,7 +306,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def free(device: torch.device, *, pinned: bool = False) -> None:
-    """Give back what nobody uses.
+    """Free unused memory.
 
     ``pinned`` is for when a contender has gone: PyTorch keeps its pinned blocks for later, and those of
     others too, which will take them anew in a step that is not timed.
@@ -367,7 +367,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--seconds", type=float, default=math.inf, help="after which a group begins no more rounds"
     )
     parser.add_argument("--slots", type=int, help="of the second streamer (as many as there are layers)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these, beside the plain ones")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these and the plain ones")
     parser.add_argument("--groups", nargs="+", default=[], metavar="NAME,NAME", help="side by side; all")
     parser.add_argument("--json", type=Path, default=RESULTS / "versus.json")
     add_option(parser)
@@ -392,7 +392,7 @@ def chosen(options: argparse.Namespace, names: Sequence[str]) -> list[list[str]]
 
 
 def start_cuda(device: torch.device) -> None:
-    """Let CUDA and cuBLAS take what they need, forward and backward, before anybody is charged with it."""
+    """Let CUDA and cuBLAS allocate their memory, forward and backward, before contenders are measured."""
     layer = torch.nn.Linear(64, 64, device=device)
     layer(torch.ones(64, 64, device=device)).sum().backward()
     torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Those whom bench/versus.py compares: each trains the model of a `Task` in its users' own way."""
+"""The contenders of bench/versus.py: each trains the model of a `Task` as its users do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from models.gpt2 import GPT
 
 #: the largest number of tokens that occur: few enough to be learned in some tens of steps
 ALPHABET = 1024
-#: the batch that losses are told of; training begins with batch 0
+#: the batch for reported losses; training begins with batch 0
 EVALUATION = -1
 
 
@@ -99,7 +99,7 @@ class CannotRun(Exception):
 
 
 class Contender:
-    """One who trains the model: here as plain PyTorch does once ``model`` and ``optimizer`` are set.
+    """A contender. This class trains as plain PyTorch does, once ``model`` and ``optimizer`` are set.
 
     ``exact`` says that masters are fp32, whatever is computed in; ``clips`` that gradients are clipped; and
     ``remark`` what else a reader of its figures must know.
@@ -137,13 +137,13 @@ class Contender:
         return self.loss(tokens).item()
 
     def settle(self) -> None:
-        """Wait for what `step` has left running on the host."""
+        """Wait for work of `step` that still runs on the host."""
 
     def close(self) -> None:
-        """Give up what collecting the garbage would not."""
+        """Release resources that the garbage collector would not."""
 
     def stats(self) -> streamer.Stats | None:
-        """What streamer itself says of bytes."""
+        """The bytes that streamer reports."""
         return None
 
 
@@ -294,7 +294,7 @@ def deepspeed_config(task: Task) -> dict[str, Any]:
 
 
 def checkpointed(model: GPT) -> GPT:
-    """``model``, of whose layers only the inputs are kept for backward."""
+    """``model`` with checkpointed layers: only their inputs are kept for backward."""
     for layer in model.transformer.h:
         # hooks, with which some contenders fetch weights, run around it
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -302,7 +302,7 @@ def checkpointed(model: GPT) -> GPT:
 
 
 def contenders(task: Task, *, num_slots: int) -> dict[str, Callable[[], Contender]]:
-    """How to build each by its name; those that are plain come first."""
+    """Constructors by name; the plain ones come first."""
     builders: dict[str, Callable[[], Contender]] = {PLAIN_FP32: partial(Plain, task, exact=True)}
     if not task.is_fp32:
         builders[PLAIN_BF16] = partial(Plain, task, exact=False)

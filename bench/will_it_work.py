@@ -3,8 +3,8 @@
     python -m bench.will_it_work    # some minutes, no GPU: plans, as `streamer plan` makes them
 
 Nothing is measured. The step, the machines and the options that are tried are those of `bench.model_sizes`.
-Rows here have a base in 4 bits (QLoRA), or a limit on host memory for a machine with 64 GB. Rows that are
-there already are kept: ``--again`` plans them anew.
+Rows here have a base in 4 bits (QLoRA), or a limit on host memory for a machine with 64 GB. Existing rows are
+kept; ``--again`` plans them anew.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def rows_shown(report: Report, sizes: Report) -> Iterator[tuple[list[str], Any]]
 
 
 def readme_rows(report: Report, sizes: Report) -> list[str]:
-    """The README's table. Its last column is what the command below it ends with."""
+    """The README's table. Its last column is the end of the command in docs/benchmarks.md."""
     heads = [
         "model",
         "trained",
@@ -122,7 +122,7 @@ def options_of(way: str, machine: str, limit: str, plan: Mapping[str, Any]) -> s
 
 
 def command_of(folder: str, options: str, plan: Mapping[str, Any], device_bytes: int) -> list[str]:
-    """The words of the whole command of a row."""
+    """The words of a row's complete command."""
     changed = {
         "train.max_length": CONTEXT,
         "train.per_device_train_batch_size": SEQUENCES,

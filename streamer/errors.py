@@ -52,8 +52,8 @@ def amount(nbytes: float) -> str:
 
 def exact_amount(nbytes: int) -> str:
     """The exact number of bytes, and a readable unit for large numbers."""
-    told = f"{nbytes} byte{'s' * (nbytes != 1)}"
-    return told if nbytes < 1 << 20 else f"{told} ({amount(nbytes)})"
+    text = f"{nbytes} byte{'s' * (nbytes != 1)}"
+    return text if nbytes < 1 << 20 else f"{text} ({amount(nbytes)})"
 
 
 def warn(message: str) -> None:

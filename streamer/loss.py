@@ -268,18 +268,18 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[None]:
 
 def _compute_dtype(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.dtype:
     """The dtype in which `F.linear` computes the logits."""
-    given = [tensor.dtype for tensor in (hidden, weight, bias) if tensor is not None]
+    dtypes = [tensor.dtype for tensor in (hidden, weight, bias) if tensor is not None]
     kind = hidden.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         # which does not change float64
-        given = [dtype if dtype == torch.float64 else torch.get_autocast_dtype(kind) for dtype in given]
-    if len(set(given)) > 1 or given[0] not in DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in given)
+        dtypes = [dtype if dtype == torch.float64 else torch.get_autocast_dtype(kind) for dtype in dtypes]
+    if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(
             f"hidden, weight and bias are of {names}: pass them in one floating-point dtype, or run under "
             "torch.autocast"
         )
-    return given[0]
+    return dtypes[0]
 
 
 def _wait_for_update(param: torch.Tensor) -> None:

@@ -141,8 +141,8 @@ def sparse_of(like: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor
     else:
         make = partial(torch.sparse_compressed_tensor, layout=like.layout)
     # the indices are PyTorch's own and need no check
-    made: torch.Tensor = make(*parts, like.shape, check_invariants=False)
-    return made
+    tensor: torch.Tensor = make(*parts, like.shape, check_invariants=False)
+    return tensor
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:

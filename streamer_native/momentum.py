@@ -175,7 +175,7 @@ def _fp16(
 
 def sgd(
     weight: Float32Array | Uint16Array | Float16Array,
-    beside: Uint16Array | Float32Array | None,
+    master_data: Uint16Array | Float32Array | None,
     grad: Float32Array | Uint16Array | Float16Array,
     momentum: Float32Array,
     *,
@@ -186,17 +186,19 @@ def sgd(
     nesterov: bool,
     grad_scale: float = 1.0,
 ) -> None:
-    """One step of SGD with momentum in place. `beside` is the remainder, or the master, of a 16-bit `weight`;
-    None for a float32 master. `decay` is the share of the old momentum and `gain` the gradient's, 0 and 1 in
-    the first step. Traffic of a bfloat16 weight: 18 bytes per parameter.
+    """One step of SGD with momentum in place. `master_data` is the remainder, or the master, of a 16-bit
+    `weight`; None for a float32 master. `decay` is the share of the old momentum and `gain` the gradient's, 0
+    and 1 in the first step. Traffic of a bfloat16 weight: 18 bytes per parameter.
     """
     ahead = decay if nesterov else -1.0
-    _launch(weight, beside, grad, momentum, (lr, weight_decay, decay, gain, ahead, grad_scale), lion=False)
+    _launch(
+        weight, master_data, grad, momentum, (lr, weight_decay, decay, gain, ahead, grad_scale), lion=False
+    )
 
 
 def lion(
     weight: Float32Array | Uint16Array | Float16Array,
-    beside: Uint16Array | Float32Array | None,
+    master_data: Uint16Array | Float32Array | None,
     grad: Float32Array | Uint16Array | Float16Array,
     momentum: Float32Array,
     *,
@@ -208,11 +210,11 @@ def lion(
 ) -> None:
     """One step of Lion in place; arrays as in `sgd`."""
     rates = lr, 1 - lr * weight_decay, beta2, 1 - beta2, beta1, grad_scale
-    _launch(weight, beside, grad, momentum, rates, lion=True)
+    _launch(weight, master_data, grad, momentum, rates, lion=True)
 
 
 def _launch(
-    weight: Any, beside: Any, grad: Any, momentum: Float32Array, rates: tuple[float, ...], *, lion: bool
+    weight: Any, master_data: Any, grad: Any, momentum: Float32Array, rates: tuple[float, ...], *, lion: bool
 ) -> None:
     size = check("weight", weight, FLOAT32, BFLOAT16, FLOAT16, written=True)
     check("grad", grad, weight.dtype, FLOAT32, size=size)
@@ -221,8 +223,8 @@ def _launch(
     launched: Callable[..., None] = _fp32
     if weight.dtype != FLOAT32:
         name, dtype = ("remainder", BFLOAT16) if weight.dtype == BFLOAT16 else ("master", FLOAT32)
-        check(name, beside, dtype, size=size, written=True)
-        arrays = weight, beside, grad, momentum
+        check(name, master_data, dtype, size=size, written=True)
+        arrays = weight, master_data, grad, momentum
         launched = _split if weight.dtype == BFLOAT16 else _fp16
     coefficients = Rates(*map(np.float32, rates))
     share_out(launched, num_blocks(size), *map(for_kernel, arrays), coefficients, lion)

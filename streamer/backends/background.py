@@ -56,15 +56,15 @@ class Handover(Generic[K, C]):
 
 
 class Background(Future[None]):
-    """Work in a thread of its own. ``asked`` is whether `result`, which raises its error, was called."""
+    """Work in a thread of its own. ``is_awaited`` is whether `result`, which raises its error, was called."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = False
+        self.is_awaited = False
 
     def result(self, timeout: float | None = None) -> None:
         """Wait until the work is done; raise its error."""
-        self.asked = True
+        self.is_awaited = True
         super().result(timeout)
 
 

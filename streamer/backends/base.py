@@ -83,11 +83,11 @@ class Process:
     _forks = 0
 
     def __init__(self) -> None:
-        self._made_after = Process._forks
+        self._forks_before = Process._forks
 
     def is_this(self) -> bool:
         """Whether the caller runs in that process."""
-        return Process._forks == self._made_after
+        return Process._forks == self._forks_before
 
     @staticmethod
     def _is_forked() -> None:

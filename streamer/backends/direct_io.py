@@ -138,15 +138,15 @@ class ScratchFile:
         system: System,
         of_other: tuple[int, int, str] | None = None,
     ) -> None:
-        """``of_other`` is a file that another process has created: the descriptor that was passed to this
-        process, and the ``alignment`` and the ``why_not`` that were found there."""
+        """``of_other`` is a file that another process has created: its descriptor in this process, and the
+        ``alignment`` and ``why_not`` found there."""
         self.folder = Path(folder)
         check_system(f"disk={self}")
         self._system = system
         # Path.exists raises its own errors if a folder above may not be searched
         if not os.path.exists(folder):
             raise DiskError(
-                f"disk={self}: this process sees no such folder: make it, or give one that is there",
+                f"disk={self}: no such folder for this process: create it, or use an existing one",
                 errno.ENOENT,
             )
         if not os.path.isdir(folder):
@@ -333,8 +333,8 @@ class StoredFile:
         self._finalizer.atexit = False  # the kernel closes files
         self._was = self._is()
         self.alignment = ALIGNMENT
-        asked = system.direct_alignment(self._fd) or ALIGNMENT
-        self._is_direct = asked <= ALIGNMENT and system.file_system(self._fd) not in IN_MEMORY
+        required = system.direct_alignment(self._fd) or ALIGNMENT
+        self._is_direct = required <= ALIGNMENT and system.file_system(self._fd) not in IN_MEMORY
         if self._is_direct:
             try:
                 system.set_direct(self._fd)
@@ -351,7 +351,7 @@ class StoredFile:
         """
         if self._is() != self._was:
             raise DiskError(
-                f"{self.path} has changed since the model was made, and weights are read from it: put it "
+                f"{self.path} has changed since the model was created, and weights are read from it: put it "
                 "back, and read the model anew",
                 errno.ESTALE,
             )
@@ -407,11 +407,11 @@ def _move(
         done = reached
 
 
-def too_full(folder: Path, asked: int, free: int, number: int | None = errno.ENOSPC) -> DiskError:
-    """The error for a folder without room for ``asked`` more bytes."""
+def too_full(folder: Path, needed: int, free: int, number: int | None = errno.ENOSPC) -> DiskError:
+    """The error for a folder without room for ``needed`` more bytes."""
     return DiskError(
-        f"disk={folder} has no room: {exact_amount(asked)} are asked of it and {exact_amount(free)} are "
-        "free: free space, or give folders on further drives, which take their share",
+        f"disk={folder} has no room: {exact_amount(needed)} are needed and {exact_amount(free)} are "
+        "free: free space, or add folders on other drives",
         number,
     )
 

@@ -51,7 +51,7 @@ from streamer.errors import DiskError, warn
 #: The most bytes that one system call moves.
 BLOCK_BYTES = 8 << 20
 #: A small extent is cut into pieces smaller than a block: this many for each thread of each drive, ...
-TURNS = 2
+PIECES_PER_THREAD = 2
 #: ... but no piece is smaller than a block divided by this.
 LEAST_BLOCK = 8
 #: The number of pieces moved at the same time, for each drive and direction.
@@ -156,7 +156,7 @@ class Scratch:
         self._sleep = sleep
         self._process = Process()
         self._lock = threading.Lock()
-        self._turns = itertools.count()
+        self._transfers = itertools.count()
         self._uses: dict[Extent, _Use] = {}
         self._moved = dict.fromkeys(Direction, 0)
         self._ranks = ranks or Ranks()
@@ -213,7 +213,7 @@ class Scratch:
         padded = self.padded(nbytes)
         # the same number of pieces of the same size on each drive: all drives work until the end
         drives = len(self._drives)
-        blocks = max(-(-padded // (self._block_bytes * drives)), TURNS * self._in_flight)
+        blocks = max(-(-padded // (self._block_bytes * drives)), PIECES_PER_THREAD * self._in_flight)
         count = min(blocks * drives, max(1, padded * LEAST_BLOCK // self._block_bytes))
         size = self.padded(-(-padded // count))
         # the drives with the least go first, for the remainder
@@ -248,9 +248,9 @@ class Scratch:
             raise
 
     def _allocate(self) -> None:
-        for drive, asked in self._asked().items():
-            if asked > (free := self._drives[drive].file.free()):
-                raise too_full(self._drives[drive].file.folder, asked, free)
+        for drive, needed in self._growth().items():
+            if needed > (free := self._drives[drive].file.free()):
+                raise too_full(self._drives[drive].file.folder, needed, free)
         for one in self._drives:
             one.file.allocate(one.planned)
 
@@ -302,14 +302,14 @@ class Scratch:
     ) -> None:
         self.close()
 
-    def _asked(self) -> dict[int, int]:
+    def _growth(self) -> dict[int, int]:
         """Bytes to allocate, by a drive of each file system."""
-        asked: dict[int, int] = {}
+        growth: dict[int, int] = {}
         first: dict[int, int] = {}
         for number, drive in enumerate(self._drives):
             number = first.setdefault(drive.file.device, number)
-            asked[number] = asked.get(number, 0) + drive.planned - drive.file.nbytes
-        return asked
+            growth[number] = growth.get(number, 0) + drive.planned - drive.file.nbytes
+        return growth
 
     def _check_open(self) -> None:
         self._process.check()
@@ -420,7 +420,7 @@ class Scratch:
                 for number, drive in enumerate(self._drives)
             ],
             # two transfers of one piece at the same time use different threads
-            turn=next(self._turns),
+            turn=next(self._transfers),
         )
 
 

@@ -1,13 +1,12 @@
-"""Host memory: how much this process may still take, and large blocks of it.
+"""Host memory: how much this process may still take, and large blocks of it. The system reports free memory.
+A control group (of a container, a batch job, a systemd unit) may allow less, and the kernel kills a process
+that takes more. All groups count, from the process's own up to the root, in both versions of the kernel's
+interface (Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst).
 
-The system tells what is free; a control group (of a container, a batch job, a systemd unit) may allow less,
-and the kernel kills a process that takes more. All groups count, from the process's own up to the top one, in
-both versions of the kernel's interface (Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst).
-
-A block is one anonymous mapping, in huge pages where the system has them. What costs is the first touch of a
-page. `mapped` touches every page at once, in several threads, so that the memory is taken when it is asked
-for and not in the middle of the first step. `reserved` touches none: its block is filled piece by piece,
-while the memory that the pieces come from is given back.
+A block is one anonymous mapping, in huge pages where the system has them. The first touch of each page is
+slow. `mapped` touches all pages at once, in several threads, so that the memory is taken here and not in the
+middle of the first step. `reserved` touches none: its block is filled piece by piece, while the memory of the
+source is freed.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ import numpy as np
 import psutil
 import torch
 
-#: What raises the limit of locked memory.
+#: The commands that raise the limit of locked memory.
 RAISE_LOCKED_LIMIT = "'ulimit -l unlimited', or '--ulimit memlock=-1' for a container"
 
-#: Where the kernel says which groups this process is in, and where they are mounted.
+#: The folder in which the kernel lists this process's groups and their mounts.
 PROC = Path("/proc/self")
 
-#: By version of the interface: the files of a group's limit and of what it has taken, and the keys of
-#: memory.stat that say how much of that is the cache of files.
+#: By version of the interface: the files of a group's limit and of its usage, and the keys of memory.stat for
+#: the part that is page cache.
 _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
     2: ("memory.max", "memory.current", ("active_file", "inactive_file")),
@@ -49,10 +48,8 @@ class Group:
     version: int
 
     def available(self) -> int | None:
-        """Bytes that are left of the group's limit, or None where it has none.
-
-        The cache of files counts as left, as it does in what the system calls available: the kernel gives it
-        up before it ends a process.
+        """Bytes left of the group's limit, or None without a limit. Page cache counts as left, as in the
+        system's available memory: the kernel frees it before it kills a process.
         """
         limit_file, taken_file, cached_keys = _FILES[self.version]
         limit, taken = _read(self.folder / limit_file).strip(), _read(self.folder / taken_file).strip()
@@ -71,8 +68,8 @@ def available_bytes() -> int:
 
 @cache
 def groups(proc: Path) -> tuple[Group, ...]:
-    """The control groups that a process is in and that may limit its memory, its own before their parents;
-    ``proc`` is its folder in /proc. Where the kernel has no such groups there are none."""
+    """The control groups that may limit a process's memory, its own before their parents; ``proc`` is its
+    folder in /proc. Empty if the kernel has no such groups."""
     # number:controllers:path
     lines = (line.split(":", 2) for line in _read(proc / "cgroup").splitlines())
     own = {
@@ -109,12 +106,12 @@ def _lineage(mount: Path, root: PurePosixPath, own: PurePosixPath) -> list[Path]
 
 
 def _unescaped(path: str) -> str:
-    """A path of mountinfo, which has spaces and the like as octal numbers."""
+    """A path of mountinfo, which escapes spaces and similar characters as octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
 
 
 def _read(path: Path) -> str:
-    """A file of the kernel's, empty where there is none or where this process may not read it."""
+    """The text of a file of the kernel; empty if it does not exist or must not be read."""
     try:
         # other mounts may have names in any encoding
         return path.read_text(encoding="utf-8", errors="surrogateescape")
@@ -122,7 +119,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-#: What one thread touches at a time, in bytes.
+#: Bytes that a thread touches at a time.
 TOUCH_BYTES = 1 << 28
 
 #: A line of /proc/self/maps whose inode is not 0: first-last permissions offset device inode path
@@ -130,15 +127,15 @@ _FILE_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ [1-9]", re.MUL
 
 
 def mapped(nbytes: int, *, in_forks: bool) -> torch.Tensor:
-    """A tensor as of `reserved` that takes all of its memory at once."""
+    """`reserved`, with all memory taken at once."""
     block = reserved(nbytes, in_forks=in_forks)
     touch(block.numpy())
     return block
 
 
 def reserved(nbytes: int, *, in_forks: bool) -> torch.Tensor:
-    """A zeroed flat uint8 tensor of ``nbytes`` in a mapping of its own, which is given back with the last
-    tensor that shows it. It takes memory as it is written.
+    """A zeroed flat uint8 tensor of ``nbytes`` in a mapping of its own, which is freed with the last tensor
+    on it. It takes memory as it is written.
 
     A process that is forked from this one has the block only if ``in_forks``; while that process lives, the
     first write to a page makes a copy of the page.
@@ -150,7 +147,8 @@ def reserved(nbytes: int, *, in_forks: bool) -> torch.Tensor:
 
 
 def map_file(file: int, nbytes: int, *, in_forks: bool) -> torch.Tensor:
-    """A flat uint8 tensor of the first ``nbytes`` of the open file ``file``, shared with whoever maps it."""
+    """A flat uint8 tensor of the first ``nbytes`` of the open file ``file``, shared with other mappings of
+    it."""
     return _tensor(mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED), in_forks=in_forks)
 
 
@@ -165,9 +163,9 @@ def _tensor(mapping: mmap.mmap, *, in_forks: bool) -> torch.Tensor:
 
 def file_mappings() -> list[tuple[int, int]]:
     """The ranges of addresses (first, one past the last), in ascending order, at which this process has files
-    mapped; shared memory is a file. Only Linux tells: on other systems the list is empty."""
+    mapped; shared memory is a file. Only on Linux; on other systems the list is empty."""
     try:
-        # has those alone, without their paths, which take the kernel most of the time
+        # has only the ranges, without the paths: paths take the kernel most of the time
         ranges = [name.split("-") for name in os.listdir("/proc/self/map_files")]
     except OSError:  # not in every sandbox
         try:
@@ -179,14 +177,14 @@ def file_mappings() -> list[tuple[int, int]]:
 
 
 def give_back_freed() -> None:
-    """Give the system the freed memory that the C library keeps for later, if the library can do so."""
+    """Return freed memory that the C library keeps for later to the system, if the library can do so."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def touch(array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
-    """Write zeros into every page of ``array``, so that the kernel makes it."""
+    """Write zeros into every page of ``array``, so that the kernel allocates it."""
 
     def write(start: int) -> None:
         array[start : start + TOUCH_BYTES : mmap.PAGESIZE] = 0
@@ -194,7 +192,7 @@ def touch(array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
     if array.size <= TOUCH_BYTES:
         write(0)
         return
-    # the cores that the process may use; os.cpu_count counts all of the machine's
+    # the cores that the process may use; os.cpu_count counts all cores
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with ThreadPoolExecutor(max_workers=cores) as pool:
         list(pool.map(write, range(0, array.size, TOUCH_BYTES)))

@@ -1,4 +1,4 @@
-"""On which machines the ranks of a process group or a mesh are."""
+"""The machines of the ranks of a process group or a mesh."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-#: What to give `streamer.wrap` for ranks of several machines.
+#: The argument of `streamer.wrap` for ranks on several machines.
 AS_MESH = 'process_group=init_device_mesh("cuda", (machines, ranks_per_machine))'
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which ranks are on which machine. Ranks are numbered as the group or the mesh has them."""
+    """The ranks of each machine. Ranks have their numbers in the group or the mesh."""
 
-    #: by machine the numbers of its ranks, as many on each
+    #: by machine, the numbers of its ranks, equally many on each
     rows: tuple[tuple[int, ...], ...]
     rank: int
 
@@ -47,12 +47,13 @@ class Placement:
 
 
 def machine_name() -> str:
-    """What processes that can share memory have in common, and no others: each container has its own."""
+    """A name that is the same for all processes that can share memory, and for no others: each container has
+    its own."""
     return os.uname().nodename
 
 
 def is_mesh(group: ProcessGroup | DeviceMesh) -> TypeGuard[DeviceMesh]:
-    """Whether ``group`` is a mesh. PyTorch may be built without torch.distributed, and then nothing is."""
+    """Whether ``group`` is a mesh. PyTorch may be built without torch.distributed; then it never is."""
     from torch.distributed.device_mesh import DeviceMesh
 
     return isinstance(group, DeviceMesh)
@@ -74,18 +75,17 @@ def members_of(group: ProcessGroup | DeviceMesh) -> list[int]:
 
 
 def groups_of(group: ProcessGroup | DeviceMesh) -> list[ProcessGroup]:
-    """The process groups by which all ranks of ``group`` are reached, one after the other: that of this
-    rank's row first, then that of its column."""
+    """The process groups that together reach all ranks of ``group``: first that of this rank's row, then that
+    of its column."""
     if not is_mesh(group):
         return [cast("ProcessGroup", group)]
     return [group.get_group(dim) for dim in reversed(range(group.ndim))]
 
 
 def place(group: ProcessGroup | DeviceMesh, rank: int, machines: Sequence[str]) -> Placement:
-    """Where the ranks of ``group`` are, of which each has told the ``machines``' names.
-
-    Rows of a mesh are taken for machines as they are. Raises ValueError, on all ranks alike, where the ranks
-    of a row are on several machines, or a process group has more ranks on one machine than on another.
+    """The placement of the ranks of ``group``; ``machines`` has the name of each rank's machine. Each row of
+    a mesh counts as a machine. Raises ValueError, on all ranks, if the ranks of a row are on several
+    machines, or if machines have different numbers of ranks.
     """
     if is_mesh(group) and group.ndim == 2:
         length = group.size(1)

@@ -1,18 +1,18 @@
 """Ranks: processes that train one model together, on torch.distributed.
 
-Ranks run one program, so each comes to the same exchanges in the same order. An exchange says in words what
-it is for, and gives each rank what all others have given. Where the words differ, the ranks do different
-things: each raises `RanksError` with what every rank was about to do. It does so too for a rank that has
-ended, and for one that does not come within the process group's timeout.
+Ranks run the same program, so each makes the same exchanges in the same order. An exchange has a description,
+and returns the values of all ranks. If the descriptions differ, the ranks are at different places: each
+raises `RanksError` with the descriptions of all. It also raises it if a rank has ended, or does not arrive
+within the process group's timeout.
 
 Exchanges are messages between pairs of ranks in gloo groups of their own, which name the rank that does not
 answer. Gradients and weights go through the backend of the caller's group, NCCL for GPUs.
 
-The ranks of one machine share host memory and scratch files. These are files without names, whose descriptors
-the first rank passes to the others by a socket: nothing is left of them when the last process has ended,
+The ranks of one machine share host memory and scratch files. These are files without names; the first rank
+passes their descriptors to the others through a socket. The system frees them when the last process ends,
 however it ends.
 
-A process that trains alone is a rank of one: it waits for nobody, and shares nothing.
+A process that trains alone is the only rank: it never waits, and shares nothing.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Bytes of a message; what is longer goes in a second one.
+#: Bytes of a message; the rest goes into a second one.
 MESSAGE = 1 << 10
-#: The timeout of waits for long work, such as the writing of a checkpoint. A rank that ends is noticed.
+#: The timeout for long work, such as writing a checkpoint. Ranks that end are still detected.
 PATIENT = timedelta(days=365)
-#: How long a collective that has failed looks for who has ended, and the pause between two looks.
+#: Seconds in which a failed collective searches for a rank that has ended, and between two checks.
 CLOSING_SECONDS, LOOK_SECONDS = 2.0, 0.02
-#: Bytes that are copied from machine to machine at a time.
+#: Bytes per message between machines.
 REPLICATED = 1 << 24
-#: What is gathered through a buffer begins in it at a multiple of this many bytes.
+#: Alignment in bytes of gathered pieces in their buffer.
 GATHER_ALIGN = 64
-#: What was done where a rank has ended.
+#: The work during which a rank has ended.
 AVERAGING, GATHERING = "Gradients were being averaged", "Parts of machines were being gathered"
 UNSHARDING = "The ranks' parts of a layer were being gathered"
-#: How the words of an exchange for one layer's gradient begin, and those of one for its weights.
+#: Prefixes of the descriptions of exchanges for one layer's gradient and for its weights.
 LAYER_AVERAGED, LAYER_GATHERED = "averaging the gradient of '", "gathering '"
-#: What helps where they differ, since ranks have run other layers.
+#: The remedy if these differ, since ranks have run different layers.
 ONE_SEED = (
     "All ranks must run the same layers: where a model skips some at random (LayerDrop), all ranks need one "
     "seed for that, so add torch.manual_seed(step) before each forward"
@@ -66,8 +66,8 @@ ONE_SEED = (
 
 
 class Channel(enum.IntEnum):
-    """The threads of a rank that exchange with those of other ranks, each in an order of its own: the
-    caller's, and those of two lanes."""
+    """The threads of a rank that make exchanges, each in its own order: the caller's, and those of two
+    lanes."""
 
     CALLER = 0
     COLLECTIVE = 1
@@ -77,14 +77,14 @@ class Channel(enum.IntEnum):
 class Ranks:
     """The ranks of ``group``, a process group of torch.distributed, or a mesh with a row for each machine.
 
-    Every method that says so is an exchange: all ranks call it, in the same order.
+    Some methods are exchanges, as their docstrings say: all ranks call them, in the same order.
     """
 
     def __init__(
         self, group: ProcessGroup | DeviceMesh | None = None, device: torch.device | None = None
     ) -> None:
-        """An exchange; None is this process alone. Raises ValueError where torch.distributed has no such
-        group, the caller is not of it, or machines have unequally many ranks."""
+        """An exchange. With None, this process is alone. Raises ValueError if torch.distributed has no such
+        group, if the caller is not in it, or if machines have different numbers of ranks."""
         self.rank, self.size = 0, 1
         self._device = device or torch.device("cpu")
         self._process = Process()
@@ -102,14 +102,14 @@ class Ranks:
             )
         self._members = members_of(group)
         if dist.get_rank() not in self._members:
-            raise ValueError("this process is not of the process_group that it was given")
+            raise ValueError("this process is not in the process_group passed to it")
         self.rank, self.size = self._members.index(dist.get_rank()), len(self._members)
         # the groups of a mesh have PyTorch's default timeout, not that of init_process_group
         known = [dist.group.WORLD] if is_mesh(group) else []
         self._timeout = min(group_timeout(each, self._device) for each in [*known, *groups_of(group)])
         names, tokens = zip(*self._by_callers(group, (machine_name(), os.urandom(8).hex())), strict=True)
         self._place(place(group, self.rank, names), are_replicas=is_mesh(group) and group.ndim == 2)
-        # a name of their own, since a store keeps what groups of before have left
+        # a unique name, since a store keeps entries of earlier groups
         self._store = store_of(f"streamer/{tokens[0]}")
         self._exchanging = {
             channel: gloo_group(self._store, channel.name, self.rank, self.size, self._timeout)
@@ -125,15 +125,15 @@ class Ranks:
         #: whether there is no other rank
         self.is_alone = self.size == 1
         self.machine, self.machines = placement.machine, len(placement.rows)
-        #: which of this machine's ranks, that share its memory, this is, and how many they are
+        #: this rank's number among the ranks of this machine, which share its memory, and their number
         self.local_rank, self.local_size = placement.row.index(self.rank), len(placement.row)
-        #: the machines that divide the optimizer's state among them; 1 where each has the whole
+        #: the number of machines that divide the optimizer's state; 1 if each has the whole
         self.state_machines = 1 if are_replicas else self.machines
 
     def _by_callers(self, group: ProcessGroup | DeviceMesh, value: object) -> list[Any]:
-        """What each rank has for ``value``, by the caller's own group."""
+        """The ``value`` of each rank, by the caller's group."""
         values = [value]
-        # NCCL sends objects by way of the current device
+        # NCCL sends objects through the current device
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             for each in groups_of(group):
                 parts: list[Any] = [None] * dist.get_world_size(each)
@@ -142,19 +142,19 @@ class Ranks:
         return values
 
     def _new_group(self, ranks: Sequence[int]) -> ProcessGroup:
-        # groups of its own: the user's collectives must not come between those of the lane
+        # separate groups: the user's collectives must not mix with those of the lane
         members = [self._members[rank] for rank in ranks]
-        made: ProcessGroup = dist.new_group(members, self._timeout, use_local_synchronization=True)
-        return made
+        group: ProcessGroup = dist.new_group(members, self._timeout, use_local_synchronization=True)
+        return group
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that does what is done once for all: choose, write files."""
+        """Whether this rank does the work that is done once for all ranks: choices, writing files."""
         return self.rank == 0
 
     @property
     def is_first_of_machine(self) -> bool:
-        """Whether this is the rank that does what is done once on each machine: write what they share."""
+        """Whether this rank does the work that is done once on each machine: writing shared memory."""
         return self.local_rank == 0
 
     @property
@@ -167,8 +167,8 @@ class Ranks:
         return self._placement.place_of(rank)
 
     def of_shares(self, everyone: Sequence[T]) -> list[T]:
-        """Of what all ranks have given in an exchange, what the first machine's have: each machine's ranks
-        have the same shares, and all take the same numbers of them."""
+        """The values of the first machine's ranks, from the values of all ranks in an exchange. The ranks of
+        each machine have the same shares, and all use these values."""
         return [everyone[rank] for rank in self._placement.rows[0]]
 
     # exchanges
@@ -182,9 +182,8 @@ class Ranks:
         of: Sequence[int] | None = None,
         patient: bool = False,
     ) -> list[Any]:
-        """Wait until all ranks, or those ``of`` the given numbers, come to this exchange, for ``what`` the
-        words say. Returns the value of each. ``patient`` where ranks may take longer than the group's
-        timeout.
+        """Wait until all ranks, or those in ``of``, reach this exchange, described by ``what``. Returns the
+        value of each. ``patient`` allows them longer than the group's timeout.
 
         Raises RanksError if a rank does something else, has ended, or does not come in time.
         """
@@ -200,7 +199,7 @@ class Ranks:
             if len({*words.values()}) > 1:
                 raise _apart(words)
         except RanksError as error:
-            # nobody may wait for what would have come next
+            # other ranks must not wait for later exchanges of this one
             self._fail(error)
             raise
         return [found[rank][1] for rank in members]
@@ -208,7 +207,7 @@ class Ranks:
     def _exchange(
         self, what: str, value: object, members: Sequence[int], channel: Channel, timeout: timedelta
     ) -> dict[int, tuple[str, Any]]:
-        """By rank, its words and value. Each rank sends its message to each other one."""
+        """The description and value of each rank. Each rank sends its message to every other one."""
         if channel not in self._exchanging:
             raise RanksError(f"{what}: this rank has unwrapped its model")
         group, began = self._exchanging[channel], time.monotonic()
@@ -244,8 +243,8 @@ class Ranks:
         return found
 
     def _lost(self, rank: int, what: str, timeout: timedelta | None) -> RanksError:
-        """The error for ``rank``, which has ended, or has not come within ``timeout``: the error of another
-        rank, where one is known, which may have ended because of it."""
+        """The error for ``rank``, which has ended, or has not arrived within ``timeout``. It names the error
+        of another rank, if one is known, since that may be the cause."""
         if known := self._error_of_others():
             return RanksError(known)
         if timeout is not None:
@@ -261,48 +260,49 @@ class Ranks:
         return ""
 
     def tell(self, error: BaseException) -> None:
-        """This rank cannot go on after ``error``: ranks that find it gone say why. May be called by any
-        thread, and again."""
+        """Publish ``error``, after which this rank cannot continue: other ranks name it as the reason. Any
+        thread may call it, also several times."""
         if not self.is_alone:
             self._fail(RanksError(f"rank {self.rank} has failed: {self.line_of(error)}"))
 
     def _fail(self, error: RanksError) -> None:
-        """Come to no exchange any more."""
+        """Make no more exchanges."""
         if self._failed is None:
             self._failed = Failure(error)
             with suppress(RuntimeError):  # the store may be of a process that has ended
                 self._store.set(str(self.rank), str(error))
 
     def line_of(self, error: BaseException) -> str:
-        """A line for other ranks on an ``error`` of this one, with this machine if there are others."""
+        """One line about an ``error`` of this rank for other ranks; names the machine if there are
+        several."""
         here = "" if self.machines == 1 else f" (machine {self.machine}, '{os.uname().nodename}')"
         return f"{_in_a_line(error)}{here}"
 
     def check_same(self, lines: Sequence[str]) -> None:
-        """Compare what each rank is about to wrap, a line for everything that must be the same. An exchange.
-        Raises ValueError, naming the first line that differs."""
+        """Compare the models and options that ranks are about to wrap; ``lines`` has one entry for everything
+        that must be the same. An exchange. Raises ValueError, naming the first line that differs."""
         first, *others = self.exchange("wrap", [*lines])
         for rank, theirs in enumerate(others, 1):
             if theirs != first:
                 pairs = zip([*first, "nothing more"], [*theirs, "nothing more"], strict=False)
                 lead, there = next(pair for pair in pairs if pair[0] != pair[1])
                 raise ValueError(
-                    f"the ranks were not given the same: rank 0 has '{lead}' where rank {rank} has '{there}'"
+                    f"the ranks' options or models differ: rank 0 has '{lead}', rank {rank} has '{there}'"
                 )
 
     def from_first(self, what: str, value: T) -> T:
-        """What rank 0 has for ``value``. An exchange."""
+        """The ``value`` of rank 0. An exchange."""
         first: T = self.exchange(what, value if self.is_first else None)[0]
         return first
 
     def least(self, what: str, count: int) -> int:
-        """The least ``count`` that a rank has of ``what``. An exchange."""
+        """The smallest ``count`` of ``what`` among the ranks. An exchange."""
         return int(min(self.exchange(f"agreeing on {what}", count)))
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """A block that ends with a patient exchange: where it fails on one rank, all raise, that rank the
-        error itself, the others RanksError with a line of it."""
+        """A block that ends with a patient exchange. If it fails on one rank, all raise: that rank the error
+        itself, the others RanksError with one line about it."""
         failed: Exception | None = None
         try:
             yield
@@ -311,12 +311,12 @@ class Ranks:
         self._end(what, failed)
 
     def on_first(self, what: str, work: Callable[[], T]) -> T:
-        """What ``work`` returns on the first rank, which alone does it. An exchange, as `together`."""
+        """The result of ``work``, which only the first rank does. An exchange, as `together`."""
         return self._on(0, what, work)
 
     def on_first_of_machine(self, what: str, work: Callable[[], T]) -> T:
-        """What ``work`` returns on the first rank of this machine; that of each machine does it. An exchange
-        of all, as `together`."""
+        """The result of ``work``, which the first rank of each machine does, for the ranks of this machine.
+        An exchange of all ranks, as `together`."""
         return self._on(self.row[0], what, work)
 
     def _on(self, leader: int, what: str, work: Callable[[], T]) -> T:
@@ -343,16 +343,16 @@ class Ranks:
         return [value for _, value in everyone]
 
     def leave(self) -> None:
-        """Come to no exchange any more, which others notice that wait for this rank. May be called again; in
-        a forked process it does nothing."""
+        """Make no more exchanges: ranks that wait for this one raise. May be called again; in a forked
+        process it does nothing."""
         if self._process.is_this():
             self._exchanging = {}
 
-    # what a machine's ranks share
+    # memory and files that a machine's ranks share
 
     def host_buffer(self, backend: Backend, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        """A zeroed flat uint8 tensor of ``nbytes`` that all ranks of a machine see, and which takes memory
-        once there, at once. An exchange. Raises RanksError where a rank cannot have it."""
+        """A zeroed flat uint8 tensor of ``nbytes`` that the ranks of a machine share. The memory is taken
+        once, and at once. An exchange. Raises RanksError if a rank cannot get it."""
         if self.local_size == 1:
             with self.together(_memory(nbytes)):
                 return backend.host_buffer(nbytes, pinned=pinned)
@@ -365,7 +365,7 @@ class Ranks:
         return buffer
 
     def host_reserve(self, backend: Backend, nbytes: int) -> torch.Tensor:
-        """The same, which takes memory as it is written, and is not pinned."""
+        """The same, not pinned, and taking memory only as it is written."""
         if self.local_size == 1:
             with self.together(_memory(nbytes)):
                 return backend.host_reserve(nbytes)
@@ -388,11 +388,11 @@ class Ranks:
             os.close(file)
 
     def share_files(self, what: str, make: Callable[[], tuple[list[int], T]]) -> tuple[list[int], T]:
-        """The descriptors, as this process has them, of files that ``make`` opens on the first rank of the
-        machine, and what else it returns. An exchange, as `together`."""
+        """Descriptors in this process for the files that ``make`` opens on the first rank of the machine, and
+        the other result of ``make``. An exchange, as `together`."""
         with ExitStack() as ends:
             listener = ends.enter_context(socket.socket(socket.AF_UNIX))
-            # an abstract name, which no folder has, and which ends with the socket
+            # an abstract name: it is in no folder, and is freed with the socket
             name, opened = f"\0streamer-{os.urandom(16).hex()}", list[int]()
 
             def lead() -> tuple[str, int, T]:
@@ -426,13 +426,13 @@ class Ranks:
     # collectives, called by work of the COLLECTIVE lane
 
     def average(self, tensor: torch.Tensor, owner: int | None = None, on_machine: int | None = None) -> None:
-        """Let ``tensor`` be the mean over all ranks; with an ``owner`` on that rank of each machine alone, or
-        of one machine alone if ``on_machine`` is given too, each for half the traffic: on the others it may
-        hold anything then. Raises RanksError where a rank has ended."""
+        """Replace ``tensor`` by the mean over all ranks. With an ``owner`` only that rank of each machine
+        gets the mean, with ``on_machine`` only that of one machine, each for half the traffic; on other ranks
+        the tensor is then undefined. Raises RanksError if a rank has ended."""
         if self.is_alone:
             return
-        # of several machines one rank each adds up what is for all: rings in another order for each of the
-        # ranks of a machine could come to other last bits
+        # one rank of each machine adds up the mean for all of its ranks: rings in another order for each
+        # could differ in the last bits
         owner_here = 0 if owner is None and self.machines > 1 else owner
         with self._collective(AVERAGING):
             if self.local_size > 1 and owner_here is None:
@@ -450,8 +450,8 @@ class Ranks:
             tensor.mul_(1 / self.size)
 
     def gathered(self, number: torch.Tensor, *, of_machines: bool = False) -> torch.Tensor:
-        """A scalar of each rank of this machine, [local_size], or of those of all machines, [size], in the
-        same order on all of them. Raises RanksError where a rank has ended."""
+        """The scalars of all ranks of this machine, [local_size], or of all machines, [size], in the same
+        order on all ranks. Raises RanksError if a rank has ended."""
         numbers = number.view(1)
         if self.local_size > 1:
             numbers = self._all_gathered(numbers, self.local_size, self._of_machine)
@@ -466,16 +466,17 @@ class Ranks:
         return found
 
     def all_gather(self, whole: torch.Tensor) -> None:
-        """Let ``whole``, flat uint8 on the device, be the same on all ranks of this machine: of as many equal
-        parts as they are, each has the one of its number. Raises RanksError where a rank has ended."""
+        """Gather ``whole``, flat uint8 on the device, on all ranks of this machine. It is divided into equal
+        parts, one for each rank; before the call, each rank has its own part. Raises RanksError if a rank has
+        ended."""
         mine = whole.chunk(self.local_size)[self.local_rank]
         with self._collective(UNSHARDING):
             all_gather_flat(whole, mine, group=self._of_machine)
 
     def gather(self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-        """Let each of ``pieces``, flat uint8 in host memory, be what the machine of its number has there: the
-        rank of that machine that is of this one's column. They pass through ``buffer``, flat uint8 on the
-        device. Returns when they are there. Raises RanksError where a rank has ended."""
+        """Fill each of ``pieces``, flat uint8 in host memory, from the machine of its number: from the rank
+        there that is in this rank's column. They pass through ``buffer``, flat uint8 on the device. Returns
+        when all are filled. Raises RanksError if a rank has ended."""
         longest = max(piece.numel() for piece in pieces)
         room = buffer.numel() // (self.machines + 1) // GATHER_ALIGN * GATHER_ALIGN
         for at in range(0, longest, room):
@@ -490,29 +491,29 @@ class Ranks:
                 if machine != self.machine:
                     into.copy_(found[: into.numel()], non_blocking=True)
         if buffer.device.type == "cuda":
-            # who is told so reads them by way of other streams and processes
+            # other streams and processes read the pieces after this
             torch.cuda.current_stream(buffer.device).synchronize()
 
     def of_machines(
         self, mine: torch.Tensor, sizes: Sequence[int], *, to: int | None = None
     ) -> list[torch.Tensor]:
-        """What each machine has, flat uint8 on the host, of so many bytes each; ``mine`` is this one's. The
-        ranks of a column call it, not while the COLLECTIVE lane has work. With ``to`` that of this machine
-        alone is told, the others only of their own."""
+        """The data of each machine, flat uint8 on the host, with ``sizes`` bytes; ``mine`` is this machine's.
+        The ranks of a column call it, while the COLLECTIVE lane is idle. With ``to`` only that machine gets
+        the data of the others."""
         found = []
         for machine, nbytes in enumerate(sizes):
-            is_told = to is None or to == self.machine
+            is_receiver = to is None or to == self.machine
             if machine == self.machine:
                 found.append(mine)
             else:
-                found.append(torch.empty(nbytes if is_told else 0, dtype=torch.uint8))
+                found.append(torch.empty(nbytes if is_receiver else 0, dtype=torch.uint8))
             passes = to is None or (machine != to and self.machine in (machine, to))
             if passes and nbytes:
                 self._pass_on(found[-1], machine, to=to)
         return found
 
     def _pass_on(self, tensor: torch.Tensor, machine: int, *, to: int | None = None) -> None:
-        """Let ``tensor``, flat uint8 on the host, be that of a ``machine``."""
+        """Replace ``tensor``, flat uint8 on the host, by that of ``machine``."""
         for piece in tensor.split(REPLICATED):
             # NCCL sends from the device; a tensor of the CPU is its own copy
             sent = piece.to(self._device)
@@ -527,7 +528,7 @@ class Ranks:
                 piece.copy_(sent)
 
     def over_network(self, nbytes: int) -> int:
-        """``nbytes`` that are sent to other machines, as a plan counts them: see `VirtualRanks`."""
+        """``nbytes`` sent to other machines, as plans count them: see `VirtualRanks`."""
         return nbytes
 
     @contextmanager
@@ -540,7 +541,8 @@ class Ranks:
             raise failed from error
 
     def _why_failed(self) -> str:
-        """Why a collective has failed: a rank has ended, whose connections are closed a little later."""
+        """The reason why a collective has failed: a rank has ended. Its connections may be closed a little
+        later."""
         group, until = self._exchanging.get(Channel.COLLECTIVE), time.monotonic() + CLOSING_SECONDS
         while group is not None and time.monotonic() < until:
             if known := self._error_of_others():
@@ -555,28 +557,28 @@ class Ranks:
         return "a collective has failed"
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Let ``tensor`` be that of rank 0; not while the COLLECTIVE lane has work."""
+        """Replace ``tensor`` by that of rank 0, while the COLLECTIVE lane is idle."""
         if self.machines > 1 and self.is_first_of_machine:
             dist.broadcast(tensor, group_src=0, group=self._of_column)
         if self.local_size > 1:
             dist.broadcast(tensor, group_src=0, group=self._of_machine)
 
     def replicate(self, shared: Iterable[torch.Tensor]) -> None:
-        """Let tensors in the memory that a machine's ranks share be those of the first machine. An
+        """Replace tensors in memory that a machine's ranks share by those of the first machine. An
         exchange."""
         if self.machines > 1 and self.is_first_of_machine:
             for tensor in shared:
                 self._pass_on(tensor.view(torch.uint8), 0)
-        self.exchange("taking over what the first machine has")
+        self.exchange("taking over memory of the first machine")
 
 
 def alone_among() -> int:
-    """How many ranks torch.distributed has in this process; 1 where it was not begun."""
+    """The number of ranks of torch.distributed in this process; 1 if it is not initialized."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _apart(words: dict[int, str]) -> RanksError:
-    """The error for ranks that were about to do other things."""
+    """The error for ranks with different descriptions of an exchange."""
     by_words: dict[str, list[str]] = {}
     for rank, what in sorted(words.items()):
         by_words.setdefault(what, []).append(str(rank))
@@ -587,7 +589,7 @@ def _apart(words: dict[int, str]) -> RanksError:
 
 
 def _user_of(other: socket.socket) -> int:
-    """The number of the user whose process is at the other end of a socket of this machine."""
+    """The user id of the process at the other end of a local socket."""
     # struct ucred: the process, the user, the group
     found = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", found)[1])
@@ -602,7 +604,7 @@ def _in_a_line(error: BaseException) -> str:
 
 
 def _messages(value: object) -> list[torch.Tensor]:
-    """A message of MESSAGE bytes and, where that is too short, one with the rest."""
+    """A message of MESSAGE bytes and, if that is too short, one with the rest."""
     data = pickle.dumps(value)
     padded = (len(data).to_bytes(8, "little") + data).ljust(MESSAGE, b"\0")
     whole = torch.frombuffer(bytearray(padded), dtype=torch.uint8)

@@ -1,8 +1,6 @@
-"""Tensors in files of somebody else's, read where they are: whatever byte a tensor begins at, past the page
-cache, into memory of another dtype if need be.
-
-Direct I/O moves whole blocks to addresses that are multiples of a block, and a tensor in a safetensors file
-begins anywhere. So blocks are read into memory between, and the processor copies what belongs to the tensor.
+"""Reads tensors from the user's files: from any byte offset, bypassing the page cache, into memory of another
+dtype if needed. Direct I/O moves whole blocks to aligned addresses, but a tensor in a safetensors file may
+begin anywhere. So blocks are read into a buffer, and the processor copies the tensor's bytes out of it.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from streamer.backends.ranks import Ranks
 from streamer.backends.thread import Worker, run_all
 from streamer.errors import DiskError
 
-#: The most bytes of a tensor that are read at once, and how many such reads run at the same time.
+#: The largest number of bytes in one read, and the number of reads at the same time.
 BLOCK_BYTES = 8 << 20
 IN_FLIGHT = 4
 
@@ -44,17 +42,17 @@ class StoredTensor:
         return self.numel * self.dtype.itemsize
 
 
-#: Tensors that are, one after the other, one parameter.
+#: Tensors that form one parameter, in order.
 Pieces = Sequence[StoredTensor]
 
 
 def read_into(pieces: Pieces, values: torch.Tensor) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
-    """What `StoredTensors` is to read, that contiguous ``values`` are those of ``pieces``."""
+    """The reads for `StoredTensors` that fill contiguous ``values`` from ``pieces``."""
     return zip(pieces, values.view(-1).split([piece.numel for piece in pieces]), strict=True)
 
 
 def between_bytes(tensors: Iterable[StoredTensor]) -> int:
-    """Bytes of memory between that `StoredTensors` needs to read these."""
+    """Bytes of the buffer that `StoredTensors` needs to read these."""
     largest = max((tensor.nbytes for tensor in tensors), default=0)
     block = -(-min(largest, BLOCK_BYTES) // ALIGNMENT) * ALIGNMENT
     # a tensor may begin and end inside of a block
@@ -62,13 +60,13 @@ def between_bytes(tensors: Iterable[StoredTensor]) -> int:
 
 
 class StoredTensors:
-    """Reads tensors of files. ``between`` is memory for the reads that are running: `between_bytes` of it,
-    flat uint8, that begin at a multiple of `ALIGNMENT`."""
+    """Reads tensors of files. ``between`` is the buffer for running reads: `between_bytes`, flat uint8, at a
+    multiple of `ALIGNMENT`."""
 
     def __init__(
         self, between: torch.Tensor, *, system: System | None = None, ranks: Ranks | None = None
     ) -> None:
-        """The other ``ranks`` are given the reason where a read has failed."""
+        """If a read fails, the other ``ranks`` get the reason."""
         self._system = system or System()
         self._ranks = ranks or Ranks()
         self._process = Process()
@@ -89,8 +87,8 @@ class StoredTensors:
                     self._files[path] = StoredFile(path, system=self._system)
 
     def read(self, wanted: Iterable[tuple[StoredTensor, torch.Tensor]]) -> None:
-        """Fill each tensor in memory, contiguous and on the CPU, from the one in a file beside it, rounded to
-        its dtype. Returns when all are there. Several threads may call this.
+        """Fill each tensor in memory, contiguous and on the CPU, from the stored tensor paired with it,
+        rounded to its dtype. Returns when all are filled. Several threads may call this.
 
         Raises DiskError if not all could be read, and RuntimeError in a forked process and once closed.
         """
@@ -135,7 +133,7 @@ class StoredTensors:
             self.bytes_read += end - begin
 
     def close(self) -> None:
-        """End the threads and give up the files. May be called again; in a forked process it does nothing."""
+        """End the threads and close the files. May be called again; in a forked process it does nothing."""
         self._finalizer()
         if self._process.is_this():
             for file in self._files.values():

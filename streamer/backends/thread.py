@@ -1,8 +1,7 @@
-"""The CPU as its own accelerator: one thread per lane, so that every order of events can really happen.
-
-The "device" is ordinary memory apart from the host shards. Copies and updates run in threads of their own,
-the layers in the caller's thread. Delays per lane and poisoned slots bring races to light in ordinary tests;
-a bandwidth per lane shows what a slow bus costs.
+"""The CPU as its own accelerator, with one thread per lane, so that every order of events can occur. The
+"device" is ordinary memory, separate from the host shards. Copies and updates run in their own threads,
+layers in the caller's thread. Delays per lane and poisoned slots reveal races in tests; a bandwidth per lane
+simulates a slow bus.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class HostEvent(Event):
 
 
 Delay = Callable[[], float]
-#: Bytes that are copied sooner than another thread would begin to.
+#: The largest copy, in bytes, that takes less time than waking another thread.
 SHORT_COPY = 1 << 17
 Task = tuple[Callable[[], object], Sequence[Event], Delay | None, HostEvent]
 
@@ -85,7 +84,7 @@ class Worker:
         self._process = Process()
         self._lock = Lock()
         self._closed = False
-        #: the end of what was queued last
+        #: the end of the last queued work
         self._last: HostEvent | None = None
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"streamer-{name or lane.value}", daemon=True)
@@ -99,9 +98,9 @@ class Worker:
         delay: Delay | None = None,
         is_short: bool = False,
     ) -> HostEvent:
-        """Queue ``work``, which begins ``delay()`` seconds late; the returned event is done when it has run.
-        What ``is_short`` runs at once in the caller's thread where there is nothing to wait for.
-        Raises RuntimeError once closed, and in a forked process."""
+        """Queue ``work``, which begins ``delay()`` seconds late; the returned event is its end. If it
+        ``is_short`` and has nothing to wait for, it runs at once in the caller's thread. Raises RuntimeError
+        once closed, and in a forked process."""
         self._process.check()
         done = HostEvent(self.lane)
         with self._lock:
@@ -136,8 +135,8 @@ class Worker:
         """Raise RuntimeError once the lane is closed."""
         if self._closed:
             raise RuntimeError(
-                f"the {self.lane.name} lane is closed: its model was unwrapped, so what was made for the "
-                "wrapped model (an optimizer, a graph) is of no more use"
+                f"the {self.lane.name} lane is closed: its model was unwrapped, so objects of the "
+                "wrapped model (an optimizer, a graph) are of no more use"
             )
 
     @staticmethod
@@ -161,7 +160,7 @@ class Worker:
                 self._tasks.put(None)
 
     def _run(self) -> None:
-        # a guarded tensor waits for lanes when it is touched; a lane that waits for itself waits for ever
+        # a guarded tensor waits for lanes when it is used; a lane that waits for itself never ends
         with SubclassesOff():
             self._run_tasks()
 
@@ -193,9 +192,8 @@ def _wait_for(events: Sequence[Event]) -> None:
 
 
 def run_all(jobs: Sequence[tuple[Sequence[Worker], Sequence[Callable[[], None]]]], *, turn: int = 0) -> None:
-    """Run lists of jobs, each on the workers beside it, beginning with worker ``turn``.
-
-    Returns when all have run. After an error no more are begun, and it is raised when none is running.
+    """Run lists of jobs on their workers, beginning with worker ``turn``. Returns when all have run. After an
+    error no more jobs begin, and it is raised when none is running.
     """
     queues = [(workers, deque(several)) for workers, several in jobs]
     changed = threading.Condition()
@@ -238,7 +236,7 @@ def run_all(jobs: Sequence[tuple[Sequence[Worker], Sequence[Callable[[], None]]]
         for event in events:
             event.wait()
     except BaseException:
-        # what the jobs use is the caller's again, so none may run; a second Ctrl-C does not change that
+        # the caller may reuse the memory of the jobs, so none may run any more, even after a second Ctrl-C
         at_rest = False
         while not at_rest:
             with suppress(BaseException), changed:
@@ -250,17 +248,14 @@ def run_all(jobs: Sequence[tuple[Sequence[Worker], Sequence[Callable[[], None]]]
 class ThreadBackend(Backend):
     """Lanes as threads on the CPU.
 
-    ``delays`` gives, per lane, a function that returns the seconds to wait before each piece of work, but for
-    that of `on_host`.
-    ``poison`` fills slots with NaN when they are given up.
-    A copy of at most `SHORT_COPY` bytes that has nothing to wait for runs in the caller's thread, unless its
-    lane has a delay or a bandwidth.
+    ``delays`` has, by lane, a function that returns the seconds to wait before each piece of work, except for
+    `on_host`. ``poison`` fills released slots with NaN. A copy of at most `SHORT_COPY` bytes that has nothing
+    to wait for runs in the caller's thread, unless its lane has a delay or a bandwidth.
 
-    ``bytes_per_second`` gives, for H2D, D2H or both, the bandwidth of a slower bus than memory is: a copy of
-    n bytes then lasts at least ``n / bandwidth`` seconds, its lane asleep once the bytes are there. A
-    bandwidth above that of memory changes nothing. ``clock`` (seconds) and ``sleep`` are the functions of
-    time used for this.
-    Raises ValueError for other lanes, and for a bandwidth that is not above 0.
+    ``bytes_per_second`` has, for H2D, D2H or both, the bandwidth of a slow bus: a copy of n bytes then takes
+    at least ``n / bandwidth`` seconds, and its lane sleeps after the copy. A bandwidth above that of memory
+    changes nothing. ``clock`` (seconds) and ``sleep`` are the functions of time used for this. Raises
+    ValueError for other lanes, and for a bandwidth that is not above 0.
     """
 
     def __init__(
@@ -307,7 +302,7 @@ class ThreadBackend(Backend):
             done.finish(Span(ready, start, time.perf_counter()))
 
     def on_host(self, work: Callable[[], T]) -> T:
-        # the caller does nothing else meanwhile, so nothing would come of a delay
+        # without a delay, which would have no effect: the caller waits
         return self._workers[Lane.HOST].call(work)
 
     def _lasting(self, work: Callable[[], object], seconds: float) -> Callable[[], None]:

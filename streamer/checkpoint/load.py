@@ -160,10 +160,10 @@ class _Files:
 
     def decoded(self, value: Any, kind: type[T]) -> T:
         """The decoded value. Raises an error of any kind unless it is a ``kind``."""
-        given = decode(value, lambda name: self.read(VALUES, name).clone())  # outlives the file
-        if not isinstance(given, kind) or isinstance(given, bool):
-            raise TypeError(f"a {type(given).__name__} in place of a {kind.__name__}")
-        return given
+        decoded = decode(value, lambda name: self.read(VALUES, name).clone())  # outlives the file
+        if not isinstance(decoded, kind) or isinstance(decoded, bool):
+            raise TypeError(f"a {type(decoded).__name__} in place of a {kind.__name__}")
+        return decoded
 
 
 def _check_in_parts(files: _Files, left_out: Mapping[str, LeftOut], executor: Executor) -> None:
@@ -383,11 +383,11 @@ def _load_adamw(files: _Files, optimizer: AdamW, options: list[dict[str, Any]], 
 def _load_weights(files: _Files, executor: Executor) -> None:
     for unit in (*executor.units, executor.root):
         shard = executor.shard(unit)
-        given = [slice for slice in unit.layout.slices if slice.param.name in files.names[WEIGHTS]]
-        if not given:
+        slices = [slice for slice in unit.layout.slices if slice.param.name in files.names[WEIGHTS]]
+        if not slices:
             continue
-        with executor.store.weights_in(shard, read=len(given) < len(unit.layout.slices)):
-            for slice in given:
+        with executor.store.weights_in(shard, read=len(slices) < len(unit.layout.slices)):
+            for slice in slices:
                 values = files.read(WEIGHTS, slice.param.name)
                 executor.backend.on_host(partial(shard.load, slice, values))
 

@@ -47,8 +47,8 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write the manifest; it is on the disk when this returns."""
         body = json.dumps(asdict(self), sort_keys=True)
-        given = {"version": VERSION, "crc32": zlib.crc32(body.encode()), "body": json.loads(body)}
-        text = json.dumps(given, indent=1)
+        content = {"version": VERSION, "crc32": zlib.crc32(body.encode()), "body": json.loads(body)}
+        text = json.dumps(content, indent=1)
         with (folder / NAME).open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -68,12 +68,12 @@ class Manifest:
         """Raises CheckpointError for a manifest that is missing, damaged or of a newer version."""
         path = folder / NAME
         try:
-            given = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise CheckpointError(f"{folder} holds no checkpoint ({NAME}: {error.strerror})") from error
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: damaged ({error})") from error
-        version = given.get("version") if isinstance(given, dict) else None
+        version = content.get("version") if isinstance(content, dict) else None
         if type(version) is not int or version < 1:
             raise CheckpointError(f"{path}: this is not a manifest of a checkpoint")
         if version > VERSION:
@@ -81,8 +81,8 @@ class Manifest:
                 f"{path}: written in version {version} of the format, and this streamer reads up to "
                 f"{VERSION}: update it"
             )
-        body = given.get("body")
-        if zlib.crc32(json.dumps(body, sort_keys=True).encode()) != given.get("crc32"):
+        body = content.get("body")
+        if zlib.crc32(json.dumps(body, sort_keys=True).encode()) != content.get("crc32"):
             raise CheckpointError(f"{path}: damaged (its checksum differs)")
         try:
             return _parsed(path, body)
@@ -132,23 +132,23 @@ def new_folder(path: Path, *, nbytes: int, what: str = "a checkpoint") -> Iterat
     """
     if path.exists():
         raise FileExistsError(errno.EEXIST, f"the path exists already: use a new path for {what}", str(path))
-    beside = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.writing-{os.getpid()}")
     new_parents = [parent for parent in path.parents if not parent.exists()]
     is_placed = False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(path.parent).free) < nbytes:
             raise OSError(errno.ENOSPC, f"no room: {nbytes} bytes are needed and {free} are free")
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
-        yield beside
-        flush(beside)
-        beside.rename(path)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        yield temporary
+        flush(temporary)
+        temporary.rename(path)
         is_placed = True
         for parent in (path, *new_parents):
             flush(parent.parent)
     except BaseException as error:
-        shutil.rmtree(path if is_placed else beside, ignore_errors=True)
+        shutil.rmtree(path if is_placed else temporary, ignore_errors=True)
         for parent in new_parents:
             with suppress(OSError):  # it does not exist, or another process has put a file there
                 parent.rmdir()
@@ -166,12 +166,12 @@ def new_folder(path: Path, *, nbytes: int, what: str = "a checkpoint") -> Iterat
 def new_file(path: Path) -> Iterator[Path]:
     """A path to write a file to. When the block ends it becomes ``path``, replacing a file there; it is
     deleted if the block raises. An OSError names ``path``; that of a write would name no file."""
-    beside = path.with_name(f".{path.name}")
+    temporary = path.with_name(f".{path.name}")
     try:
-        yield beside
-        beside.replace(path)
+        yield temporary
+        temporary.replace(path)
     except BaseException as error:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.strerror is not None:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise

@@ -178,12 +178,12 @@ def _save_together(
         _settle_saving(executor)
         content = make_content()
     purposes = (*MASTERING, *MOMENTS[content.state_dtype])
-    with ExitStack() as made:
-        open_folder = partial(_open_folder, made, path, content.nbytes(units))
+    with ExitStack() as opened:
+        open_folder = partial(_open_folder, opened, path, content.nbytes(units))
         folder, token = ranks.on_first("beginning a checkpoint", open_folder)
         # a folder on the first machine's own disk is written only there
-        seen = ranks.exchange("finding the folder of a checkpoint", _token_in(folder) == token)
-        writer_of = _dealt(units, [rank for rank, sees in enumerate(seen) if sees])
+        has_folder = ranks.exchange("finding the folder of a checkpoint", _token_in(folder) == token)
+        writer_of = _dealt(units, [rank for rank, has in enumerate(has_folder) if has])
         try:
             with content.flushing, ThreadPoolExecutor(1) as pool:
                 writing = [pool.submit(content.write, folder, content.files)] if ranks.is_first else []
@@ -208,10 +208,10 @@ def _save_together(
                         shutil.rmtree(part)
                     (folder / TOKEN).unlink()
                     Manifest(step, content.entries, content.values, _written_by()).write(folder)
-                    made.close()
+                    opened.close()
         except BaseException:
             # the last one to end leaves nothing, even if the first rank was killed
-            if seen[ranks.rank]:
+            if has_folder[ranks.rank]:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
@@ -226,8 +226,8 @@ def _writing(ranks: Ranks, words: str) -> Iterator[None]:
             yield
         except OSError as error:
             failed = error
-    told = None if failed is None else (failed.errno, failed.strerror or str(failed), failed.filename)
-    everyone = ranks.exchange(f"{words}: how it went", told)
+    failure = None if failed is None else (failed.errno, failed.strerror or str(failed), failed.filename)
+    everyone = ranks.exchange(f"{words}: how it went", failure)
     if failed is not None:
         raise failed
     for rank, other in enumerate(everyone):
@@ -236,8 +236,8 @@ def _writing(ranks: Ranks, words: str) -> Iterator[None]:
             raise OSError(number, f"{what} on rank {rank}", path)
 
 
-def _open_folder(made: ExitStack, path: Path, nbytes: int) -> tuple[Path, str]:
-    folder = made.enter_context(new_folder(path, nbytes=nbytes)).absolute()
+def _open_folder(opened: ExitStack, path: Path, nbytes: int) -> tuple[Path, str]:
+    folder = opened.enter_context(new_folder(path, nbytes=nbytes)).absolute()
     token = os.urandom(8).hex()
     (folder / TOKEN).write_text(token)
     return folder, token
@@ -252,11 +252,11 @@ def _token_in(folder: Path) -> str | None:
 
 def _dealt(units: Sequence[Unit], writers: Sequence[int]) -> dict[int, int]:
     """The rank that writes each unit, so that each writes about as many bytes."""
-    given = dict.fromkeys(writers, 0)
+    nbytes = dict.fromkeys(writers, 0)
     found: dict[int, int] = {}
     for unit in sorted(units, key=lambda unit: unit.layout.nbytes, reverse=True):
-        found[unit.index] = min(given, key=lambda rank: given[rank])
-        given[found[unit.index]] += unit.layout.nbytes
+        found[unit.index] = min(nbytes, key=lambda rank: nbytes[rank])
+        nbytes[found[unit.index]] += unit.layout.nbytes
     return found
 
 
@@ -264,7 +264,7 @@ def _settle_saving(executor: Executor) -> None:
     """Wait for the checkpoint that is being written, if any, and raise its error unless the caller has read
     it."""
     executor.wait_for_saving()
-    if executor.saving is not None and not executor.saving.asked:
+    if executor.saving is not None and not executor.saving.is_awaited:
         executor.saving.result()
 
 

@@ -145,10 +145,10 @@ def write_tensors(
     # the next tensor is created, and both checksums computed, while one tensor is written
     with path.open("xb", buffering=0) as file, ThreadPoolExecutor(2) as pool:
         _write_all(file, memoryview(_header(pieces, metadata)))
-        made = [pool.submit(_bytes_of, piece) for piece in pieces[:1]]
+        created = [pool.submit(_bytes_of, piece) for piece in pieces[:1]]
         for index in range(len(pieces)):
-            data = made.pop().result()
-            made += [pool.submit(_bytes_of, piece) for piece in pieces[index + 1 : index + 2]]
+            data = created.pop().result()
+            created += [pool.submit(_bytes_of, piece) for piece in pieces[index + 1 : index + 2]]
             checksums.append(pool.submit(zlib.crc32, data))
             _write_all(file, data)
         flushing.flush(file.fileno())

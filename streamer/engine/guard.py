@@ -1,25 +1,25 @@
-"""Tensors that PyTorch asks before it touches them: parameters, gradients and optimizer state.
+"""Guarded tensors: parameters, gradients and optimizer state, which wait for updates before user code reads
+or writes them.
 
 [Note: what the user sees]
 `optimizer.step()` returns while updates are still running. A layer's weights may be in a slot and in host
-memory at once. The user's code, and every library that it calls, does not have to know. A parameter of a
-wrapped model is an instance of a subclass of its class, and its gradient and the optimizer's state are
-`GuardedTensor`s. PyTorch calls `__torch_function__` of such a class in place of any function with one as
-argument, in every thread, also for a tensor from a list that was made before `wrap`. There
+memory at once. User code and libraries need not know. A parameter of a wrapped model is an instance of a
+subclass of its class, and its gradient and the optimizer's state are `GuardedTensor`s. For any function with
+such an argument, PyTorch calls the class's `__torch_function__` instead, in every thread, also for a tensor
+from a list that was created before `wrap`. There
 
-- a function that reads or writes the tensor waits for the work on that tensor's unit alone. One that asks for
-  a shape or a dtype (`METADATA`) does not wait;
+- a function that reads or writes the tensor waits for the work on that tensor's unit only. A function of its
+  shape or dtype (`METADATA`) does not wait;
 - a function that gives other access to the tensor's memory (``p.data``, ``p.detach()``, ``p.numpy()``) makes
   it *aliased*: `Access.after` notes that, because PyTorch reports no write through an alias;
-- a copy to or from the tensor is done when it returns, ``non_blocking`` or not: see `_at_once`.
+- a copy to or from the tensor is complete when it returns, even with ``non_blocking``: see `_at_once`.
 
-Inside of the library these tensors are used as plain ones, in `unguarded` blocks.
+Inside the library these tensors are used as plain ones, in `unguarded` blocks.
 
-C++ code that is given a tensor by other ways than PyTorch's functions does not wait: extensions, TorchScript,
-`torch.func`'s transforms of a parameter, ``torch.tensor(param)``, ``torch.as_tensor(param, dtype=...)``
-and ``to_dlpack(param)``. Call `streamer.synchronize` before it, as before compiled code of the user's that
-reads parameters outside of layers and of the model's forward. Compiled code must not write through
-``param.data``.
+C++ code does not wait if it gets a tensor without a function of PyTorch: extensions, TorchScript,
+`torch.func`'s transforms of a parameter, ``torch.tensor(param)``, ``torch.as_tensor(param, dtype=...)`` and
+``to_dlpack(param)``. Call `streamer.synchronize` before it, and before compiled user code that reads
+parameters outside of layers and of the model's forward. Compiled code must not write through ``param.data``.
 """
 
 from __future__ import annotations
@@ -52,10 +52,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def never_traced(function: F) -> F:
-    """Let ``function``, and all that it calls, run as it is where the user compiles what calls it.
-
-    `torch.compiler.disable` does so with a wrapper, and imports the compiler, which takes seconds. It is the
-    code of the function that is marked: it must not be a wrapper, whose code others have too.
+    """Exclude ``function``, and all functions that it calls, from compilation of the caller.
+    `torch.compiler.disable` does so with a wrapper, and imports the compiler, which takes seconds. This marks
+    the code of the function, so it must not be a wrapper: wrappers share their code with others.
     """
     run_as_it_is(function)
     vars(function).update(
@@ -66,13 +65,14 @@ def never_traced(function: F) -> F:
 
 
 def run_as_it_is(function: F) -> F:
-    """Let ``function`` run as it is where what calls it was not compiled; what is compiled may take it in."""
+    """Run ``function`` without compilation if its caller is not compiled. A compiled caller may include
+    it."""
     assert not hasattr(function, "__wrapped__")
     skip_code(function.__code__)
     return function
 
 
-#: Inside of the block the tensors of this module are plain ones to PyTorch.
+#: Inside the block, PyTorch uses guarded tensors as plain ones.
 unguarded = SubclassesOff
 
 Function = Callable[..., Any]
@@ -81,7 +81,7 @@ R = TypeVar("R")
 
 
 def as_plain(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, to which guarded tensors are plain ones; it calls no code of the user's."""
+    """``function`` in an `unguarded` block. It must not call user code."""
 
     @wraps(function)
     @never_traced
@@ -93,27 +93,27 @@ def as_plain(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Kind(enum.Enum):
-    """What a guarded tensor is."""
+    """The kinds of guarded tensors."""
 
     PARAMETER = enum.auto()
     GRADIENT = enum.auto()
     MOMENT = enum.auto()
-    #: of a moment, which nobody reads
+    #: a copy of a moment
     COPY = enum.auto()
 
 
 @dataclass(frozen=True, eq=False)
 class Tag:
-    """What a guarded tensor is of a wrapped model: of the unit of that number, and of a parameter its
+    """The place of a guarded tensor in a wrapped model: the number of its unit and, for a parameter, its
     position among the unit's `params` and its name."""
 
-    #: weak, because the garbage collector does not see what a parameter's gradient holds
+    #: weak, because the garbage collector cannot follow references of a parameter's gradient
     access: weakref.ref[Access]
     kind: Kind
     unit: int
     position: int = -1
     name: str = ""
-    #: of a moment, how many hold its storage where user code holds none of it
+    #: for a moment: the number of owners of its storage when user code holds none
     owners: int = 0
 
     def __reduce__(self) -> NoReturn:
@@ -122,7 +122,7 @@ class Tag:
 
 @dataclass
 class Touch:
-    """A call of a function of PyTorch that is given guarded tensors."""
+    """A call of a PyTorch function with guarded tensors among its arguments."""
 
     function: Function
     args: Sequence[Any]
@@ -130,21 +130,21 @@ class Touch:
     tagged: Sequence[tuple[Tag, torch.Tensor]]
     #: the ids of tensors that another rank writes for this one
     not_written: set[int] = field(default_factory=set)
-    #: whether all ranks have come to this write
+    #: whether all ranks make this write
     is_of_ranks: bool = False
     result: object = None
     #: the ids of the storages to which the result gives access
-    given: frozenset[int] = frozenset()
+    shared_storages: frozenset[int] = frozenset()
 
     @cached_property
     def written(self) -> list[torch.Tensor]:
         """The tensors that are written in place.
 
-        As PyTorch names its functions, those that end with an underscore and Python's operators write their
-        first argument, others what is given as ``out``.
+        By PyTorch's naming, functions that end with an underscore and Python's in-place operators write their
+        first argument; others write ``out``.
         """
         if self.function is check_finite and float(self.args[2]) == 1.0:
-            return []  # a GradScaler looks whether values are finite, and takes no scale out
+            return []  # a GradScaler checks that values are finite, and does not unscale
         name = getattr(self.function, "__name__", "")
         is_operator = name.startswith("__") and name.endswith("__")
         in_place = name in _WRITING_OPERATORS if is_operator else name.endswith("_")
@@ -156,7 +156,8 @@ class Touch:
         return any(tensor is each for each in self.written)
 
     def shrinks(self) -> bool:
-        """Whether what is written is multiplied by a number from -1 to 1, once the function was called."""
+        """Whether the function has multiplied the written tensors by a number from -1 to 1; valid after the
+        call."""
         power = _MULTIPLIES.get(self.function, 0)
         number = self.args[1] if power and len(self.args) == 2 else None
         if isinstance(number, torch.Tensor) and number.numel() == 1 and not number.is_complex():
@@ -169,11 +170,11 @@ class Touch:
 
     def aliases(self, tensor: torch.Tensor) -> bool:
         """Whether the result gives access to the memory of ``tensor``."""
-        return bool(self.given) and storage_id(tensor) in self.given
+        return bool(self.shared_storages) and storage_id(tensor) in self.shared_storages
 
 
 class Access(Protocol):
-    """What knows when the guarded tensors of a wrapped model may be touched."""
+    """Decides when guarded tensors of a wrapped model may be read and written."""
 
     @property
     def lock(self) -> AbstractContextManager[object]:
@@ -205,7 +206,7 @@ TAG = "_streamer_tag"
 
 
 def tag_of(tensor: Any) -> Tag | None:
-    """The tag of a guarded tensor, None of any other one."""
+    """The tag of a guarded tensor; None for other tensors."""
     return vars(tensor).get(TAG) if isinstance(tensor, Guarded) else None
 
 
@@ -221,7 +222,7 @@ class GuardedTensor(Guarded, torch.Tensor):
         return guarded
 
     def detach_(self) -> torch.Tensor:
-        """`torch.Tensor.detach_`, which there is nothing to do for; of a view PyTorch refuses it."""
+        """`torch.Tensor.detach_`: does nothing, since PyTorch refuses it for views."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -229,7 +230,7 @@ class GuardedTensor(Guarded, torch.Tensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # what is saved is a plain tensor, to be loaded without this library
+        # saved as a plain tensor, which can be loaded without this library
         return self.detach().__reduce_ex__(protocol)
 
 
@@ -239,7 +240,7 @@ class GuardedParameter(Guarded):
     def detach(self: Any) -> torch.Tensor:
         """`torch.Tensor.detach`."""
         detached = torch.Tensor.detach(self)
-        # `nn.Parameter(param)` wants that of its own class, from any class but two
+        # `nn.Parameter(param)` expects a result of the parameter's own class, except for two classes
         if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
             detached = torch.Tensor._make_subclass(type(self), detached)
         return detached
@@ -251,8 +252,8 @@ class GuardedParameter(Guarded):
 
 
 class LayerParameter(GuardedParameter):
-    """A parameter of a streamed layer. `torch.compile` must not look behind it: code that it compiles breaks
-    its graph there, and waits. The layer's own code has views of a slot in its place."""
+    """A parameter of a streamed layer. `torch.compile` must not trace through it: compiled code has a graph
+    break there, and waits. The layer's own code uses views of a slot instead."""
 
     @classmethod
     @never_traced
@@ -262,7 +263,7 @@ class LayerParameter(GuardedParameter):
         return _touch(function, types, args, kwargs or {})
 
     def register_hook(self: Any, hook: Callable[..., Any]) -> Any:
-        """Refuse `torch.Tensor.register_hook`: the gradient does not pass the user's graph."""
+        """Refuse `torch.Tensor.register_hook`: the gradient does not pass through the user's graph."""
         raise RuntimeError(
             f"'{vars(self)[TAG].name}' is in a streamed layer, where a tensor hook would not run: use "
             "param.register_post_accumulate_grad_hook, or look at p.grad after backward"
@@ -275,13 +276,13 @@ def _guarded_class(kind: type[nn.Parameter], of: type[GuardedParameter]) -> type
 
 
 def plain_class(kind: type[Any]) -> type[Any]:
-    """The class that parameters of class ``kind`` had when they were not guarded."""
+    """The class of parameters of the guarded class ``kind`` before they were guarded."""
     plain: type[Any] = getattr(kind, "_plain_class", kind)
     return plain
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is nothing but a tensor or a parameter, guarded or not."""
+    """Whether ``tensor`` is of no subclass of tensors or parameters, except a guarded one."""
     kind = type(tensor)
     return kind in _PLAIN or plain_class(kind) is nn.Parameter
 
@@ -290,29 +291,28 @@ _PLAIN = (torch.Tensor, nn.Parameter, GuardedTensor)
 
 
 def guard_parameter(param: nn.Parameter, tag: Tag, *, in_layer: bool) -> None:
-    """Let ``param``, of a layer or of the root unit, be guarded."""
+    """Guard ``param``, of a layer or of the root unit."""
     param.__dict__[TAG] = tag
     param.__class__ = _guarded_class(type(param), LayerParameter if in_layer else GuardedParameter)
 
 
 def unguard_parameter(param: nn.Parameter) -> None:
-    """Let ``param`` be a plain parameter again."""
+    """Undo `guard_parameter`."""
     param.__dict__.pop(TAG, None)
     param.__class__ = plain_class(type(param))
 
 
 def not_a_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One NaN, [], 0 of a dtype that has no NaN: what parameters show whose values are on disk alone."""
+    """One NaN, []; 0 for a dtype without NaN. The values of parameters that are only on disk."""
     return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
 def is_in_graph(result: object) -> bool:
-    """Whether ``result`` is a tensor of autograd's, or several, which nobody writes without autograd's
-    knowing."""
+    """Whether all tensors in ``result`` require gradients, so that autograd registers writes to them."""
     return all(isinstance(item, torch.Tensor) and item.requires_grad for item in walk((result,)))
 
 
-def _memory_given(touch: Touch) -> frozenset[int]:
+def _shared_storages(touch: Touch) -> frozenset[int]:
     """The ids of the storages to which the result gives access: a tensor, an array, or an address."""
     if touch.function in _GIVES_MEMORY:
         return frozenset(storage_id(tensor) for _, tensor in touch.tagged)
@@ -327,8 +327,7 @@ def _memory_given(touch: Touch) -> frozenset[int]:
 
 
 def _write_rest(touch: Touch) -> Any:
-    """Call the function for what it would write, but for the tensors that another rank writes. What it
-    returns."""
+    """Call the function without the tensors that another rank writes. Returns its result."""
     function, args, kwargs, others = touch.function, touch.args, touch.kwargs, touch.not_written
     for tensor in touch.written:
         if id(tensor) in others:
@@ -337,18 +336,19 @@ def _write_rest(touch: Touch) -> Any:
         return kwargs.get("out", args[0] if args else None)
     kept = [place for place, tensor in enumerate(args[0]) if id(tensor) not in others]
 
-    def of_kept(given: Any) -> Any:
-        of_each = isinstance(given, list | tuple) and len(given) == len(args[0])
-        return [given[place] for place in kept] if of_each else given
+    def of_kept(value: Any) -> Any:
+        of_each = isinstance(value, list | tuple) and len(value) == len(args[0])
+        return [value[place] for place in kept] if of_each else value
 
     if kept:
-        function(*map(of_kept, args), **{key: of_kept(given) for key, given in kwargs.items()})
+        function(*map(of_kept, args), **{key: of_kept(value) for key, value in kwargs.items()})
     return None
 
 
 @never_traced
 def _touch(function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call ``function``, which is given guarded tensors, with what is to be done around it."""
+    """Call ``function`` with guarded tensors among its arguments, between `Access.before` and
+    `Access.after`."""
     if function in METADATA:
         with unguarded():
             return function(*args, **kwargs)
@@ -370,11 +370,11 @@ def _touch(function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, 
             with unguarded():
                 touch.result = function(*args, **kwargs)
         else:
-            # other subclasses have a say too, as they would beside a plain parameter
+            # other subclasses handle the call, as with a plain parameter
             with _plain_for_now(tagged):
                 touch.result = function(*args, **kwargs)
         with unguarded():
-            touch.given = _memory_given(touch)
+            touch.shared_storages = _shared_storages(touch)
             for access in accesses:
                 access.after(touch)
     return touch.result
@@ -382,7 +382,7 @@ def _touch(function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, 
 
 @cache
 def _is_touched_plainly(kind: type[Any]) -> bool:
-    """Whether tensors of a class are plain ones but for their guard; a quantized weight has a say itself."""
+    """Whether a class has no `__torch_function__` except the guard's; a quantized weight has its own."""
     plain = plain_class(kind)
     own = plain.__torch_function__ is not nn.Parameter.__torch_function__
     return issubclass(kind, Guarded) and (plain is kind or not own)
@@ -401,7 +401,8 @@ def _plain_for_now(tagged: Sequence[tuple[Tag, Any]]) -> Iterator[None]:
 
 
 def _functions(names: str) -> Iterator[Any]:
-    """The properties, methods and functions of PyTorch of these names, as `__torch_function__` gets them."""
+    """The properties, methods and functions of PyTorch with these names, as `__torch_function__` gets
+    them."""
     for name in names.split():
         for home in (torch.Tensor, torch):
             found: Any = getattr(home, name, None)
@@ -413,7 +414,7 @@ def _functions(names: str) -> Iterator[Any]:
                 yield found
 
 
-#: What tells of a tensor, or belongs to it, without touching its values.
+#: Functions that do not read or write values of a tensor.
 METADATA = frozenset(
     _functions(
         "shape dtype device layout ndim names requires_grad is_leaf itemsize nbytes is_cpu is_cuda is_meta "
@@ -437,7 +438,7 @@ _WRITING_OPERATORS = frozenset(
     )
 )
 
-#: In-place functions that multiply by a number: the power of that number by which they do.
+#: In-place functions that multiply by a power of a number, with the exponent.
 _MULTIPLIES = {
     torch.Tensor.mul_: 1,
     torch.Tensor.__imul__: 1,
@@ -447,15 +448,14 @@ _MULTIPLIES = {
     torch._foreach_div_: -1,
 }
 
-#: What copies between the host and a device, and may return before it has, as ``non_blocking`` says.
+#: Functions that copy between host and device, and with ``non_blocking`` may return early.
 _COPIES = frozenset(_functions("to cuda type copy_ _foreach_copy_"))
 
 
 def _at_once(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """The arguments of one of `_COPIES`, without leave to return early.
-
-    Parameters and gradients of layers are in pinned memory, which the user, whose parameters were on the GPU,
-    does not know. There the next operation would wait for the copy; on the host it would not.
+    """The arguments of one of `_COPIES`, with ``non_blocking`` off. Parameters and gradients of layers are in
+    pinned memory, where the next operation on the host would not wait for the copy. User code that was
+    written for parameters on a GPU does not expect that.
     """
     # by position it is the first boolean
     place = next((place for place, item in enumerate(args) if isinstance(item, bool)), None)
@@ -464,7 +464,7 @@ def _at_once(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[A
     return args, {**kwargs, "non_blocking": False} if kwargs.get("non_blocking") else kwargs
 
 
-#: What gives memory away in another form than that of a tensor.
+#: Functions that return a tensor's memory in another form than a tensor.
 _GIVES_MEMORY = frozenset(
     _functions("data_ptr numpy __array__ __dlpack__ __cuda_array_interface__ untyped_storage storage")
 )

@@ -16,26 +16,26 @@ from streamer.engine.schedule.op import ROOT
 from streamer.engine.unit import Unit
 from streamer.store.layout import Slice
 
-#: What every module of a wrapped model has of its own in place of its class's.
+#: Methods that every module of a wrapped model replaces by its own.
 GUARDS = ("_apply", "__deepcopy__", "__reduce_ex__", "zero_grad")
 
 HANDLE, HOME = "_streamer", "_streamer_home"
 
 
-#: those of all wrapped models
+#: the executors of all wrapped models
 _executors: weakref.WeakSet[Executor] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where a parameter of a wrapped model lives."""
+    """The place of a parameter in a wrapped model."""
 
     executor: Executor
     unit: Unit
     slice: Slice
 
     def __reduce__(self) -> NoReturn:
-        # with the parameter, to which it is attached
+        # raised when the parameter is pickled, since it holds this object
         raise RuntimeError(
             f"'{self.slice.param.name}' belongs to a wrapped model and cannot be pickled: save "
             "model.state_dict(), or param.detach()"
@@ -43,7 +43,7 @@ class Home:
 
 
 class PlannedBytes(Protocol):
-    """What `wrap` has planned to take: bytes by purpose, on the device and in host memory."""
+    """Bytes that `wrap` has planned, by purpose, on the device and in host memory."""
 
     @property
     def device(self) -> Mapping[str, int]: ...
@@ -54,25 +54,25 @@ class PlannedBytes(Protocol):
 
 @dataclass(frozen=True)
 class Wrapped:
-    """What `wrap` has attached to a model. ``take_off`` removes hooks and guards, ``close`` ends lanes."""
+    """The object that `wrap` attaches to a model. ``take_off`` removes hooks and guards, ``close`` ends
+    lanes."""
 
     executor: Executor
     planned: PlannedBytes
     plain_dtypes: dict[nn.Parameter, torch.dtype]
     take_off: Callable[[], None]
     close: Callable[[], object]
-    #: what was chosen for "auto": a `streamer.planner.choose.Chosen`
+    #: the options chosen for "auto": a `streamer.planner.choose.Chosen`
     chosen: object = None
 
 
 def settle_in(executor: Executor) -> None:
-    """Let the root's parameters be those on the device, and every parameter know where it lives and what to
-    wait for."""
+    """Move the root's parameters to the device, and attach to every parameter its home and its guard."""
     executor.issuer.synchronize()
     _executors.add(executor)
     for slice, param in executor.root.placed():
         param.data = slice.own(executor.pager.root_buffer)
-    executor.root.show_parts()
+    executor.root.refresh_parts()
     for unit in (*executor.units, executor.root):
         for slice, param in unit.placed():
             param.__dict__[HOME] = Home(executor, unit, slice)
@@ -84,7 +84,7 @@ def settle_in(executor: Executor) -> None:
 
 
 def _guard(executor: Executor) -> None:
-    """Let parameters of the wrapped model be guarded. [Note: what the user sees]"""
+    """Guard the parameters of the wrapped model. [Note: what the user sees]"""
     access: weakref.ref[Access] = weakref.ref(executor)
     for unit in (*executor.units, executor.root):
         names = [slice.param.name for slice in unit.layout.slices]
@@ -96,7 +96,7 @@ def _guard(executor: Executor) -> None:
 
 
 def settle_out(executor: Executor) -> None:
-    """Let the parameters be plain ones."""
+    """Undo `settle_in`: the parameters become plain ones."""
     for unit in (*executor.units, executor.root):
         for each in unit.in_parts:
             each.composite.let_go()
@@ -118,19 +118,19 @@ def wrapped(model: nn.Module) -> Wrapped:
 
 
 def wrapped_part(model: nn.Module) -> str | None:
-    """How the module in ``model`` that `wrap` was called with is written, if there is one."""
+    """The path in ``model`` of a module that was wrapped itself, if there is one."""
     names = (name for name, module in model.named_modules(prefix="model") if HANDLE in module.__dict__)
     return next(names, None)
 
 
 def home_of(param: torch.Tensor) -> Home | None:
-    """Where a parameter lives, or None if its model is not wrapped."""
+    """The home of a parameter, or None if its model is not wrapped."""
     home = param.__dict__.get(HOME)
     return home if isinstance(home, Home) else None
 
 
 def shares_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor shows weights of a wrapped model."""
+    """Whether a tensor shares memory with weights of a wrapped model."""
     if tensor.is_meta or tensor.is_sparse:
         return False
     address = tensor.data_ptr()
@@ -138,7 +138,7 @@ def shares_memory(tensor: torch.Tensor) -> bool:
 
 
 def require_home(param: torch.Tensor) -> Home:
-    """Where a parameter lives. Raises ValueError if its model is not wrapped."""
+    """The home of a parameter. Raises ValueError if its model is not wrapped."""
     home: Home | None = param.__dict__.get(HOME)
     if home is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What is paged as one piece: a layer, or the root unit."""
+"""A unit is paged as one piece: a layer, or the root unit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from streamer.torch_private import set_accumulation_hook, storage_id
 
 BufferPlace = tuple[nn.Module, str]
 
-# several times in each visit, so without a frame of Python for every parameter or module
+# called several times for each use of a layer, so without a Python frame for every parameter or module
 _ADDRESS = operator.methodcaller("data_ptr")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _VERSION = operator.attrgetter("_version")
@@ -49,8 +49,8 @@ class InParts:
 
 
 class Shared(NamedTuple):
-    """A parameter of the root unit that a layer holds, in ``owners``: in a call of the layer it is one of its
-    arguments."""
+    """A parameter of the root unit that a layer also holds, in ``owners``. In a call of the layer it is an
+    argument."""
 
     param: nn.Parameter
     owners: tuple[BufferPlace, ...]
@@ -58,11 +58,11 @@ class Shared(NamedTuple):
 
 @dataclass(eq=False)
 class Unit:
-    """A layer of the model (or, with index ROOT, all that is in no layer).
+    """A layer of the model or, with index ROOT, all parameters outside of layers.
 
-    ``params`` are the model's own parameters in the order of ``layout.slices``; ``owners`` are, for
-    each of them, all the (module, name) pairs under which it is registered in this unit. Of a parameter that
-    is made of parts the parts are among ``params``, without owners, and it itself is ``in_parts``.
+    ``params`` are the model's own parameters in the order of ``layout.slices``; ``owners`` are, for each of
+    them, all the (module, name) pairs under which it is registered in this unit. A parameter that consists of
+    parts is in ``in_parts``; its parts are in ``params``, without owners.
     """
 
     index: int
@@ -76,13 +76,14 @@ class Unit:
     shared: tuple[Shared, ...] = ()
     #: takes the gradients of parameters while the layer's backward runs
     collector: Takes | None = None
-    #: how many updates of its weights were issued
+    #: the number of updates issued
     updates: int = 0
     #: whether its modules see leaves in place of their parameters
-    shows_leaves: bool = False
-    #: attributes of modules that were replaced beside parameters: where, the name, the value before
+    has_leaves: bool = False
+    #: replaced attributes of modules other than parameters: the module's dict, the name, the original value
     _replaced: list[tuple[dict[str, Any], str, object]] = field(default_factory=list)
-    #: whether custom functions in its graph may keep views of the slot where hooks do not see them
+    #: whether custom functions in its graph may keep views of the slot without calling hooks for saved
+    #: tensors
     has_contexts: bool = True
 
     @property
@@ -96,7 +97,7 @@ class Unit:
 
     @cached_property
     def registered(self) -> tuple[tuple[str, nn.Parameter, tuple[BufferPlace, ...]], ...]:
-        """The parameters as the modules have them: the name of each, itself, and its owners."""
+        """The parameters as modules have them: name, parameter, owners."""
         whole = [
             (slice.param.name, param, owners)
             for (slice, param), owners in zip(self.placed(), self.owners, strict=True)
@@ -105,27 +106,26 @@ class Unit:
         return (*whole, *((each.name, each.param, each.owners) for each in self.in_parts))
 
     @as_plain
-    def show_parts(self) -> None:
-        """Let the parameters that are made of parts be made of those that ``params`` show now."""
+    def refresh_parts(self) -> None:
+        """Set the parts of parameters in parts to the present ``params``."""
         for each in self.in_parts:
-            each.composite.show(plainly(each.of(self.params)))
+            each.composite.set_parts(plainly(each.of(self.params)))
 
     @as_plain
     def written(self) -> int:
-        """A number that grows whenever somebody writes a parameter in place through PyTorch."""
+        """A number that grows with every in-place write to a parameter through PyTorch."""
         return sum(map(_VERSION, self._counted))
 
     @cached_property
     def _counted(self) -> tuple[nn.Parameter, ...]:
-        """Whose writes in place are counted: a write of a parameter that is made of parts is not counted by
-        its parts."""
+        """The parameters whose version counters count: parts do not count writes to the parameter that they
+        form."""
         return (*self.params, *(each.param for each in self.in_parts))
 
     @as_plain
     def wanted(self) -> list[bool]:
-        """Of which parameters a gradient is wanted now.
-
-        Raises ValueError where it is one that was frozen when the model was wrapped: there is no room for it.
+        """For each parameter, whether it requires a gradient now. Raises ValueError if it was frozen in
+        `wrap`: there is no room for its gradient.
         """
         wanted = [*map(_REQUIRES_GRAD, self.params)]
         frozen = len(self.layout.trainable)
@@ -140,17 +140,16 @@ class Unit:
 
     @as_plain
     def leaves(self, weights: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters as autograd leaves that are views of the slot ``weights`` (flat uint8). They are the
-        same for as long as the same parameters are trained. They count the writes to themselves alone, and
-        not those to the slot, which will hold other layers."""
-        # what has no room for a gradient may be evaluated
+        """The parameters as autograd leaves that are views of the slot ``weights`` (flat uint8). They stay
+        the same objects while the same parameters are trained. Their version counters count only writes to
+        themselves, not to the slot, which will hold other layers."""
+        # without gradients, parameters without room for one may be used
         wanted = self.wanted() if torch.is_grad_enabled() else [*map(_REQUIRES_GRAD, self.params)]
         held = self._leaves.get(id(weights))
         if held is None or held.weights is not weights or held.wanted != wanted:
             views = [view.data for view in self.layout.views(weights)]
             for view, is_wanted in zip(views, wanted, strict=True):
-                # isinstance(leaf, nn.Parameter), by which layers may tell a weight from what is computed of
-                # one
+                # makes isinstance(leaf, nn.Parameter) true: layers may use it to detect weights
                 view.requires_grad_(is_wanted)._is_param = True
             self._leaves[id(weights)] = held = Leaves(weights, wanted, views)
             added = Added(weakref.ref(self), {id(view): place for place, view in enumerate(views)})
@@ -160,7 +159,7 @@ class Unit:
         return held.tensors
 
     def forget_leaves(self) -> None:
-        """Slots are given up: hold no memory of theirs."""
+        """Slots are removed: drop the leaves that hold their memory."""
         self._leaves.clear()
 
     @cached_property
@@ -169,7 +168,7 @@ class Unit:
 
     @cached_property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The unit's module and all that are in it, each once."""
+        """The unit's module and its submodules, each once."""
         return tuple(self.module.modules())
 
     @cached_property
@@ -185,99 +184,100 @@ class Unit:
 
     @cached_property
     def steps(self) -> torch.Tensor:
-        """How often each of `trainable` was updated, [n] fp32: optimizers count."""
-        # NumPy's memory: a plan of the device's does not see it, nor does a default device of the user's
+        """The number of updates of each of `trainable`, [n] fp32, for optimizers."""
+        # memory of NumPy: plans do not count it, and a default device of the user does not apply
         return torch.from_numpy(np.zeros(len(self.trainable), np.float32))
 
     @contextmanager
     def using(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Let the unit's modules see ``leaves`` in place of their parameters inside the block. A block inside
-        of such a block changes nothing."""
-        if self.shows_leaves:
+        """Replace the parameters of the unit's modules by ``leaves`` inside the block. Nested blocks change
+        nothing."""
+        if self.has_leaves:
             yield
             return
         try:
-            self.show(leaves)
+            self.swap_in(leaves)
             yield
         finally:
             self.restore()
 
-    def show(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Let the unit's modules see ``leaves`` in place of their parameters, until `restore`."""
-        self.shows_leaves = True
-        made = [marked(each.composite.like(each.of(leaves))) for each in self.in_parts]
-        for each, whole in zip(self.in_parts, made, strict=True):
-            for attribute, value in each.composite.lent(whole).items():
+    def swap_in(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Replace the parameters of the unit's modules by ``leaves``, until `restore`."""
+        self.has_leaves = True
+        wholes = [marked(each.composite.assemble(each.of(leaves))) for each in self.in_parts]
+        for each, whole in zip(self.in_parts, wholes, strict=True):
+            for attribute, value in each.composite.module_attributes(whole).items():
                 for held in map(vars, each.composite.modules):
                     self._replaced.append((held, attribute, held[attribute]))
                     held[attribute] = value
-        self.register(leaves, made)
+        self.register(leaves, wholes)
 
     def restore(self) -> None:
-        """Let the unit's modules see their own parameters, if they see leaves."""
-        if self.shows_leaves:
+        """Undo `swap_in`, if it was called."""
+        if self.has_leaves:
             self.register_own()
             for held, attribute, value in self._replaced:
                 held[attribute] = value
             self._replaced.clear()
-            self.shows_leaves = False
+            self.has_leaves = False
 
     @as_plain
     def elsewhere(self, weights: torch.Tensor) -> list[tuple[Slice, nn.Parameter]]:
-        """The parameters that do not show their place in ``weights`` (flat uint8): somebody has given them
-        other memory."""
+        """The parameters whose memory is not their place in ``weights`` (flat uint8), since user code has
+        replaced it."""
         start = weights.data_ptr()
-        seen: list[torch.Tensor] = [*self.params]
+        tensors: list[torch.Tensor] = [*self.params]
         for each in self.in_parts:
             for position, part in zip(each.positions, each.composite.parts(), strict=True):
-                seen[position] = part
+                tensors[position] = part
         if start not in self._addresses:
             self._addresses.clear()
             self._addresses[start] = [start + slice.offset for slice in self.layout.slices]
-        if [*map(_ADDRESS, seen)] == self._addresses[start]:
+        if [*map(_ADDRESS, tensors)] == self._addresses[start]:
             return []
         return [
             (slice, param)
-            for (slice, param), tensor in zip(self.placed(), seen, strict=True)
+            for (slice, param), tensor in zip(self.placed(), tensors, strict=True)
             if slice.numel and not tensor.is_meta and tensor.data_ptr() != start + slice.offset
         ]
 
     @cached_property
     def _positions(self) -> list[tuple[nn.Module, str, int]]:
-        """Under which names of which modules each of `params`, by its position, is registered."""
+        """The modules and names under which `params` are registered, with their positions."""
         return [(*place, position) for position, owners in enumerate(self.owners) for place in owners]
 
     @cached_property
     def _addresses(self) -> dict[int, list[int]]:
-        """Of `params`, by the address of the buffer that they were last looked for in."""
+        """The expected addresses of `params` in the buffer of the last check, by the buffer's address."""
         return {}
 
     def register_own(self) -> None:
-        """Let the unit's modules see their own parameters."""
+        """Register the parameters themselves in the unit's modules."""
         self.register(self.params, [each.param for each in self.in_parts])
         self.register_shared([each.param for each in self.shared])
 
     def register_shared(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let the unit's modules see ``tensors`` in place of what is `shared`."""
+        """Register ``tensors`` in place of `shared` parameters in the unit's modules."""
         for each, tensor in zip(self.shared, tensors, strict=True):
             for module, name in each.owners:
                 module._parameters[name] = tensor  # type: ignore[assignment]
 
-    def register(self, tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor] = ()) -> None:
-        """Let the unit's modules see ``tensors`` as their parameters, and ``made`` as those in parts."""
+    def register(self, tensors: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor] = ()) -> None:
+        """Register ``tensors`` as parameters of the unit's modules, and ``wholes`` as those in parts."""
         for module, name, position in self._positions:
             # as torch.func.functional_call does: the module's own __setattr__ takes only Parameters
             module._parameters[name] = tensors[position]  # type: ignore[assignment]
-            # torch's parametrizations, which peft puts on in a forward, leave a leaf as a buffer
+            # torch's parametrizations, which peft adds in a forward, leave a leaf as a buffer
             if name in module._buffers:
                 del module._buffers[name]
-        for each, whole in zip(self.in_parts, made, strict=True):
+        for each, whole in zip(self.in_parts, wholes, strict=True):
             for module, name in each.owners:
                 module._parameters[name] = whole  # type: ignore[assignment]
 
 
 class Leaves(NamedTuple):
-    """A unit's parameters as autograd leaves on the slot ``weights``; which of them want a gradient."""
+    """A unit's parameters as autograd leaves on the slot ``weights``, and whether each is ``wanted`` to have
+    a gradient."""
 
     weights: torch.Tensor
     wanted: list[bool]
@@ -285,7 +285,7 @@ class Leaves(NamedTuple):
 
 
 class Takes(Protocol):
-    """What takes the gradients of a unit's parameters while its backward runs."""
+    """Takes the gradients of a unit's parameters while its backward runs."""
 
     def take(self, index: int, leaf: torch.Tensor) -> None:
         """Autograd has set the gradient of ``leaf``, which stands for trainable parameter ``index``."""
@@ -293,9 +293,10 @@ class Takes(Protocol):
 
 @dataclass(frozen=True)
 class Added:
-    """Called when autograd has added to the gradient of a leaf of ``unit``, which has one of ``places``."""
+    """Called when autograd has added to the gradient of a leaf of ``unit``; ``places`` has the leaves'
+    positions."""
 
-    #: weak, since the garbage collector does not see what a hook of a tensor holds
+    #: weak, since the garbage collector cannot follow references of a tensor's hook
     unit: weakref.ref[Unit]
     places: dict[int, int]
 
@@ -308,7 +309,7 @@ class Added:
 
 
 def leaked(layer: str) -> RuntimeError:
-    """A gradient comes to the own graph of ``layer`` by another way than the layer's result."""
+    """The error for a gradient that reaches the own graph of ``layer`` without passing its result."""
     return RuntimeError(
         f"a tensor that layer '{layer}' computed reached the loss by another way than the layer's return "
         "value (an attribute, a hook, a cache, or torch.autograd.grad in the layer itself), where its "

@@ -97,7 +97,7 @@ class Initialiser:
         for slice, param in unit.placed():
             exchange(slice.param.name, param, _unset(param, self._device))
         versions = [param._version for param in unit.params]
-        unit.show_parts()
+        unit.refresh_parts()
         for owner, name in unit.buffer_owners:
             if (buffer := owner._buffers[name]) is not None and buffer.is_meta:
                 if buffer not in self._buffers:

@@ -95,9 +95,9 @@ class MemoryPlan:
         planned, limit = self.ledger(units, root, num_slots), self._options.device_limit
         needed = sum(planned.device.values())
         figure = exact_amount(needed) if limit is None else f"device_memory={needed + limit - available}"
-        if planned.beside_slots >= available:
-            beside = exact_amount(planned.beside_slots)
-            return f"the parameters outside of layers alone take {beside}; {figure} would do"
+        if planned.outside_slots >= available:
+            taken = exact_amount(planned.outside_slots)
+            return f"the parameters outside of layers alone take {taken}; {figure} would do"
 
         def fits(units: Sequence[Unit], root: Unit, slots: int = num_slots) -> bool:
             return sum(self.ledger(units, root, slots).device.values()) <= available
@@ -139,15 +139,15 @@ def disks_for(backend: Backend, options: WrapOptions, ranks: Ranks) -> HostDisks
     return disk.among(ranks)
 
 
-def room_of(backend: Backend, given_up: Iterable[torch.Tensor] = (), *, limit: int | None = None) -> Room:
-    """The bytes that are free now, plus those that `MoveIn` frees of the parameters ``given_up``.
+def room_of(backend: Backend, to_free: Iterable[torch.Tensor] = (), *, limit: int | None = None) -> Room:
+    """The bytes that are free now, plus those that `MoveIn` frees of the parameters ``to_free``.
 
     ``limit`` is the ``device_memory`` that ``backend`` is about to be limited to.
     """
-    given_up = list(given_up)
+    to_free = list(to_free)
     kind = backend.machine.kind if isinstance(backend, VirtualBackend) else backend.device.type
-    on_device = 0 if kind == CPU else releasable_bytes(given_up, backend.device)
-    on_host = releasable_bytes(given_up, torch.device("cpu"))
+    on_device = 0 if kind == CPU else releasable_bytes(to_free, backend.device)
+    on_host = releasable_bytes(to_free, torch.device("cpu"))
     # CUDA's own bytes are no longer free
     context = context_bytes(backend.device.type)
     if limit is not None and (used := backend.device_used()) is not None:
@@ -159,7 +159,7 @@ def room_of(backend: Backend, given_up: Iterable[torch.Tensor] = (), *, limit: i
         budget=limit_of(limit),
         shared=kind == CPU,
         context=context,
-        given_back=on_host,
+        freed_by_model=on_host,
         lockable=limit_of(backend.host_lockable()),
     )
 

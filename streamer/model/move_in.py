@@ -93,7 +93,7 @@ class MoveIn:
                 exchange(slice.param.name, param, torch.empty(param.shape, dtype=dtype, device=device))
             else:
                 param.data = param.data.to(device)
-        unit.show_parts()
+        unit.refresh_parts()
 
     def _load(self, unit: Unit, shard: HostShard) -> None:
         """Write the unit's weights into its shard."""
@@ -117,7 +117,7 @@ class MoveIn:
                 param.data = not_a_number(slice.dtype, self._backend.host).expand(slice.param.shape)
             else:
                 param.data = slice.own(shard.weight)
-        unit.show_parts()
+        unit.refresh_parts()
 
     def _move_buffers(self, unit: Unit) -> None:
         for owner, name in unit.buffer_owners:
@@ -186,7 +186,7 @@ def take_out(
             values, lost = _exact(backend, shard, slice, dtypes[param])
             inexact |= {slice.param.name: lost} if lost else {}
         param.data = values.to(dtypes[param])
-    unit.show_parts()
+    unit.refresh_parts()
     if inexact:
         why = [*inexact.values()][-1]
         warn(f"{shortened([*inexact])}: only as exact as streamed, since fp32 masters are lost ({why})")

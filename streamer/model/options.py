@@ -151,30 +151,30 @@ def _check_batch_dims(batch_dims: Mapping[str, int | None], micro_batch_size: Nu
         )
 
 
-def parse_bytes(name: str, given: int | str | None) -> int | None:
+def parse_bytes(name: str, value: int | str | None) -> int | None:
     """Bytes from a number or from a text such as "16GiB" or "15.5 GB"; ``name`` is the option's.
 
     Raises ValueError for anything else, and for less than one byte.
     """
-    if given is None or _is_count(given):
-        return None if given is None else int(given)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(k|[KMGT]i?)?B\s*", given) if isinstance(given, str) else None
+    if value is None or _is_count(value):
+        return None if value is None else int(value)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(k|[KMGT]i?)?B\s*", value) if isinstance(value, str) else None
     prefix = (match and match[2]) or ""
     factor = (1024 if prefix.endswith("i") else 1000) ** "_KMGT".index(prefix[:1].upper() or "_")
     if match is None or (nbytes := int(float(match[1]) * factor)) < 1:
-        what = "a number and its unit" if isinstance(given, str) else "a number of bytes, or a text"
-        raise ValueError(f"{name}={given!r}: use {what} such as '16GiB'")
+        what = "a number and its unit" if isinstance(value, str) else "a number of bytes, or a text"
+        raise ValueError(f"{name}={value!r}: use {what} such as '16GiB'")
     return nbytes
 
 
-def dtype_of(name: str, given: Dtype | None) -> torch.dtype | None:
-    """The dtype ``given`` as itself or by name; ``name`` is the option's. Raises ValueError for an unknown
+def dtype_of(name: str, value: Dtype | None) -> torch.dtype | None:
+    """The dtype ``value`` as itself or by name; ``name`` is the option's. Raises ValueError for an unknown
     name."""
-    if not isinstance(given, str):
-        return given
-    if given not in DTYPE_NAMES:
-        raise ValueError(f"{name}={given!r} is not a dtype: use one of {', '.join(map(repr, DTYPE_NAMES))}")
-    return DTYPE_NAMES[given]
+    if not isinstance(value, str):
+        return value
+    if value not in DTYPE_NAMES:
+        raise ValueError(f"{name}={value!r} is not a dtype: use one of {', '.join(map(repr, DTYPE_NAMES))}")
+    return DTYPE_NAMES[value]
 
 
 def folders_of(disk: Folders) -> list[str | PathLike[str]]:

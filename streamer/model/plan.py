@@ -127,13 +127,13 @@ def plan(model: nn.Module, example: object, *, machine: Machine | str = "rtx-409
     )
 
 
-def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of a plan: those ``given``, and the defaults of `streamer.wrap` for the others."""
+def _defaults(passed: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a plan: those ``passed``, and the defaults of `streamer.wrap` for the others."""
     usual = inspect.signature(wrap).parameters
     names = [item.name for item in fields(WrapOptions)]
-    if unknown := sorted(given.keys() - set(names)):
+    if unknown := sorted(passed.keys() - set(names)):
         raise ValueError(
             f"plan knows no option {unknown[0]!r}: those of streamer.wrap are {', '.join(names)}"
         )
-    found = {name: given.get(name, usual[name].default) for name in names}
+    found = {name: passed.get(name, usual[name].default) for name in names}
     return found | {name: dtype_of(name, found[name]) for name in ("dtype", "grad_dtype")}

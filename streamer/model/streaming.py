@@ -152,7 +152,7 @@ def _same_on_all(options: WrapOptions, num_slots: int, units: Sequence[Unit]) ->
     """A line for each thing that must be the same on all ranks."""
     same = ("dtype", "update", "grad_dtype", "gather_weights")
     lines = [f"{name}={getattr(options, name)}" for name in same] + [f"num_slots={num_slots}"]
-    lines.append(f"disk={'None' if options.disk is None else 'given'}")
+    lines.append(f"disk={'None' if options.disk is None else 'set'}")
     for unit in units:
         for slice in unit.layout.slices:
             param = slice.param

@@ -92,7 +92,7 @@ class Copier:
             if (each := self._in_parts.get(param)) is not None:
                 # the modules may hold the parts too
                 memo |= {id(own): copied for own, copied in zip(each.composite.parts(), copies, strict=True)}
-                memo[id(param)] = marked(each.composite.like(copies))
+                memo[id(param)] = marked(each.composite.assemble(copies))
                 continue
             memo[id(param)] = plain_class(type(param))(copies[0], requires_grad=param.requires_grad)
 

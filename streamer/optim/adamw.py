@@ -89,11 +89,11 @@ def hyper_of(group: dict[str, Any], step: int) -> Hyper:
     return Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], step)
 
 
-def check_landed_with(landed_with: Mapping[int, Hyper], groups: Sequence[dict[str, Any]]) -> None:
+def check_unchanged(used_in_backward: Mapping[int, Hyper], groups: Sequence[dict[str, Any]]) -> None:
     """Raise RuntimeError if layers were updated in backward with hyperparameters that differ from those of
-    ``groups``; ``landed_with`` has the ones used, by the identity of a group."""
+    ``groups``; ``used_in_backward`` has the ones used, by the identity of a group."""
     for group in groups:
-        if landed_with.get(id(group), hyper_of(group, 1)) != hyper_of(group, 1):
+        if used_in_backward.get(id(group), hyper_of(group, 1)) != hyper_of(group, 1):
             raise RuntimeError(
                 "hyperparameters of a group (lr?) were changed between backward and step(), but "
                 "update='backward' has updated layers with the old ones: change them before backward"
@@ -161,8 +161,8 @@ def begin_step(
     last. Raises RuntimeError for a model that was unwrapped."""
     if any(executor.released for executor in executors):
         raise RuntimeError(
-            "the model that this optimizer updates was unwrapped: make a new optimizer, of torch.optim for a "
-            "plain model"
+            "the model that this optimizer updates was unwrapped: create a new optimizer, of torch.optim for "
+            "a plain model"
         )
     names = []
     for executor in executors:
@@ -223,11 +223,11 @@ class _Members:
         self._part: tuple[tuple[bool, ...], _Members] | None = None
         self._launches: tuple[object, Launches] | None = None
 
-    def only(self, which: Sequence[bool]) -> _Members | None:
-        """The members for which ``which`` is True, None if there are none."""
-        if all(which):
+    def only(self, mask: Sequence[bool]) -> _Members | None:
+        """The members for which ``mask`` is True, None if there are none."""
+        if all(mask):
             return self
-        key = tuple(which)
+        key = tuple(mask)
         if self._part is None or self._part[0] != key:
             if not any(key):
                 return None
@@ -260,11 +260,11 @@ class _Members:
         hypers = [hyper_of(self.groups[group], int(step)) for group, step in numbers]
         return UnitUpdate(self._launches[1], hypers)
 
-    def count(self, which: Sequence[bool] | None = None, by: int = 1) -> None:
-        """Add ``by`` to the step counts of the members, or of those for which ``which`` is True."""
+    def count(self, mask: Sequence[bool] | None = None, by: int = 1) -> None:
+        """Add ``by`` to the step counts of the members, or of those for which ``mask`` is True."""
         # NumPy writes this: PyTorch would first run the update that has just been queued
         steps = self.unit.steps.numpy()
-        steps[self._places if which is None else self._places[np.array(which)]] += by
+        steps[self._places if mask is None else self._places[np.array(mask)]] += by
 
 
 class AdamW(Optimizer):
@@ -317,12 +317,12 @@ class AdamW(Optimizer):
         #: the parameters that no longer belong to a wrapped model
         self._homeless: list[torch.Tensor] = []
         #: by the identity of a group, the hyperparameters with which backward updated layers
-        self._landed_with: dict[int, Hyper] = {}
+        self._used_in_backward: dict[int, Hyper] = {}
         #: the identities of the parameters that were updated
         self._updated: set[int] = set()
         #: stands for the optimizer: parameters refer to it without keeping the optimizer alive
         self.token = object()
-        self._is_made = False
+        self._is_initialized = False
         if not isinstance(params, torch.Tensor):  # which PyTorch refuses
             params = [*params]
             if not params:
@@ -334,7 +334,7 @@ class AdamW(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         # for all groups at once: on an error an earlier optimizer keeps its moments
         self._take_over([member.home for mine in self._members() for member in mine.members])
-        self._is_made = True
+        self._is_initialized = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, with zero moments."""
@@ -345,7 +345,7 @@ class AdamW(Optimizer):
             homes = [*map(require_home, group["params"])]
             for home in homes:
                 check_state_dtype(home.slice.param, self.state_dtype)
-            if self._is_made:
+            if self._is_initialized:
                 self._take_over(homes)
                 self._members()
         except BaseException:
@@ -360,7 +360,7 @@ class AdamW(Optimizer):
         for executor in new:
             layouts = [shard.layout for shard in executor.store.shards]
             executor.prepare(partial(warm_up, layouts, self.state_dtype))
-            executor.gradients.early.add(self._update_on_landing)
+            executor.gradients.early.add(self._update_in_backward)
 
     @torch.no_grad()
     @never_traced
@@ -391,14 +391,14 @@ class AdamW(Optimizer):
             mine.check_owner(self.token)
         for mine in updated:
             mine.executor.check_idle(mine.unit)
-        check_landed_with(self._landed_with, self.param_groups)
+        check_unchanged(self._used_in_backward, self.param_groups)
         # GradScaler sets both and deletes them: whether an element was not finite, and the scale to remove
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         skips = self._skip_nonfinite
         not_updated = begin_step(
-            self._executors, self._update_on_landing, skip_nonfinite=skips, found_inf=found_inf
+            self._executors, self._update_in_backward, skip_nonfinite=skips, found_inf=found_inf
         )
-        self._landed_with.clear()
+        self._used_in_backward.clear()
         if not may_step(self._executors, not_updated, skip_nonfinite=skips, found_inf=found_inf):
             return
         unscale = 1.0 if scale is None else 1.0 / float(scale)
@@ -412,7 +412,7 @@ class AdamW(Optimizer):
                 self._count(mine)
 
     @as_plain
-    def _update_on_landing(self, unit: Unit, used: Sequence[bool]) -> Update | None:
+    def _update_in_backward(self, unit: Unit, used: Sequence[bool]) -> Update | None:
         """The update of ``unit`` in backward, from the gradients of its ``used`` parameters."""
         used_ids = {id(param) for param, is_used in zip(unit.params, used, strict=False) if is_used}
         of_unit = self._by_unit.get(id(unit))
@@ -452,7 +452,7 @@ class AdamW(Optimizer):
                 update_shard(shard, next_update, 1.0, seed=unit.index + 1, gradient=gradient)
 
         def begin() -> None:
-            self._landed_with |= {id(group): hyper_of(group, 1) for group in mine.groups}
+            self._used_in_backward |= {id(group): hyper_of(group, 1) for group in mine.groups}
             self._count(mine)
 
         return Update(update, next_update.launches.nbytes(executor.shard(unit).range), begin)
@@ -497,8 +497,8 @@ class AdamW(Optimizer):
     def _begin_state(self, param: torch.Tensor, home: Home) -> State:
         """Create the state of a parameter that is about to be updated and has no `State` yet."""
         was_updated = id(param) in self._updated
-        given = self.state[param]
-        state = begin_state(home, given, self.state_dtype, was_updated=was_updated)
+        entries = self.state[param]
+        state = begin_state(home, entries, self.state_dtype, was_updated=was_updated)
         self.state[param] = state
         return state
 
@@ -543,11 +543,11 @@ class AdamW(Optimizer):
             for executor in self._executors:
                 writing.enter_context(executor.writing_state("loading optimizer state"))
             self.state.update(load_moments(saved, self.state_dtype))
-        self._landed_with.clear()
+        self._used_in_backward.clear()
 
     def restart(self, state: dict[torch.Tensor, State]) -> None:
         """Continue from this state, whose tensors are views of host memory."""
-        self._landed_with.clear()
+        self._used_in_backward.clear()
         self.state.clear()
         self.state.update(state)
 
@@ -560,8 +560,10 @@ class AdamW(Optimizer):
                 of_unit = updates[unit.index]
                 update = partial(update_shard, update=of_unit, grad_scale=scale, seed=unit.index + 1)
                 work[unit.index] = update, of_unit.launches.nbytes(executor.shard(unit).range)
-        told = "" if executor.ranks.is_alone else _same_on_all(updates, unscale * executor.gradients.factor)
-        executor.step(work, told)
+        description = (
+            "" if executor.ranks.is_alone else _same_on_all(updates, unscale * executor.gradients.factor)
+        )
+        executor.step(work, description)
 
     def _synchronize(self) -> None:
         for executor in self._executors:
@@ -573,5 +575,5 @@ def _same_on_all(updates: Mapping[int, UnitUpdate], scale: float) -> str:
     ``scale``."""
     hypers = sorted({hyper for update in updates.values() for hyper in update.hypers})
     of_all = crc32(repr((hypers, scale, sorted(updates))).encode())
-    told = ", ".join(f"lr {hyper.lr:.6g} in step {hyper.step}" for hyper in hypers[:2])
-    return f"{told}, gradients times {scale:.9g}, checksum {of_all:08x}"
+    description = ", ".join(f"lr {hyper.lr:.6g} in step {hyper.step}" for hyper in hypers[:2])
+    return f"{description}, gradients times {scale:.9g}, checksum {of_all:08x}"

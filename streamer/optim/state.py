@@ -85,12 +85,12 @@ _NAMES_OF_MOMENTS = frozenset(purpose.name for purpose in ALL_MOMENTS)
 Saved = tuple[torch.Tensor, Home, dict[str, Any] | None]
 
 
-def parse_state_dtype(given: torch.dtype | str) -> torch.dtype:
-    """The dtype for ``state_dtype=given``. Raises ValueError for any but the three."""
+def parse_state_dtype(value: torch.dtype | str) -> torch.dtype:
+    """The dtype for ``state_dtype=value``. Raises ValueError for any but the three."""
     for dtype in (FP32, BF16, INT8):
-        if given in (dtype, str(dtype).removeprefix("torch.")):
+        if value in (dtype, str(dtype).removeprefix("torch.")):
             return dtype
-    raise ValueError(f"state_dtype={given!r} is unknown: use torch.float32, torch.bfloat16 or 'int8'")
+    raise ValueError(f"state_dtype={value!r} is unknown: use torch.float32, torch.bfloat16 or 'int8'")
 
 
 def place_moments(executor: Executor, state_dtype: torch.dtype) -> frozenset[int]:
@@ -106,8 +106,8 @@ def place_moments(executor: Executor, state_dtype: torch.dtype) -> frozenset[int
     layouts = [shard.layout for shard in store.shards]
     wanted, held = store.division.host_bytes(layouts, purposes), store.bytes_by_purpose()
     kept = {name: nbytes for name, nbytes in held.items() if name not in _NAMES_OF_MOMENTS}
-    given_up = sum(held.values()) - sum(kept.values())
-    needed, available = sum(wanted.values()), executor.host_available() + given_up
+    released = sum(held.values()) - sum(kept.values())
+    needed, available = sum(wanted.values()), executor.host_available() + released
     remedy = (
         "choose a smaller state_dtype (torch.bfloat16 or 'int8', with bfloat16 parameters), or freeze "
         "parameters"
@@ -150,10 +150,10 @@ def _guarded(home: Home, moment: torch.Tensor, *, is_copy: bool = False) -> torc
     if is_copy:
         return GuardedTensor.of(moment, Tag(access, Kind.COPY, unit))
     tag = Tag(access, Kind.MOMENT, unit)
-    shown = GuardedTensor.of(with_own_storage(moment), tag)
+    guarded = GuardedTensor.of(with_own_storage(moment), tag)
     with unguarded():
-        shown.__dict__[TAG] = replace(tag, owners=storage_owners(shown))
-    return shown
+        guarded.__dict__[TAG] = replace(tag, owners=storage_owners(guarded))
+    return guarded
 
 
 def is_owner(home: Home, owner: object) -> bool:
@@ -218,7 +218,7 @@ class State(MutableMapping[str, Any]):
         #: the views of those that were read, where moments stay
         self._views: dict[str, torch.Tensor] = {}
         #: the other tensors returned, each with its version, and whether it is a copy
-        self._seen: list[tuple[weakref.ref[torch.Tensor], int, bool]] = []
+        self._returned: list[tuple[weakref.ref[torch.Tensor], int, bool]] = []
 
     @staticmethod
     def of(home: Home, state_dtype: torch.dtype, values: Mapping[str, Any]) -> State:
@@ -230,15 +230,15 @@ class State(MutableMapping[str, Any]):
 
     def check(self) -> None:
         """Raise RuntimeError if the next update would miss a write of the user's code."""
-        if not self._seen:
+        if not self._returned:
             return
-        seen, self._seen = self._seen, []
+        returned, self._returned = self._returned, []
         is_on_disk = self._is_on_disk()
-        for reference, version, was_copy in seen:
-            if (shown := reference()) is None:
+        for reference, version, was_copy in returned:
+            if (moment := reference()) is None:
                 continue
-            if shown._version == version or not (was_copy or is_on_disk):
-                self._seen.append((reference, shown._version, was_copy))
+            if moment._version == version or not (was_copy or is_on_disk):
+                self._returned.append((reference, moment._version, was_copy))
                 continue
             raise RuntimeError(
                 f"a moment of '{self._home.slice.param.name}' was written in place, but it is on disk "
@@ -253,27 +253,27 @@ class State(MutableMapping[str, Any]):
         if name not in self._purposes:
             return self._values[name]
         if not self._stays:
-            return self._show(self._purposes[name])
+            return self._current(self._purposes[name])
         if name not in self._views:
             shard = self._home.executor.shard(self._home.unit)
             self._views[name] = _guarded(self._home, shard.part(self._purposes[name], self._home.slice))
         return self._views[name]
 
-    def _show(self, purpose: Purpose) -> torch.Tensor:
+    def _current(self, purpose: Purpose) -> torch.Tensor:
         """The current value of a moment that does not stay in memory."""
         home = self._home
         shard = home.executor.shard(home.unit)
         home.executor.await_state(home.unit)
         whole = home.executor.whole_shard(home.unit, [purpose], only=home.slice)
-        shown = whole.part(purpose, home.slice)
+        moment = whole.part(purpose, home.slice)
         is_copy = shard.is_on_disk(purpose)
         if whole is not shard:
-            return _guarded(home, shown, is_copy=True)
+            return _guarded(home, moment, is_copy=True)
         if not is_copy:
-            shown = _guarded(home, shown)
-        self._seen = [each for each in self._seen if each[0]() is not None]
-        self._seen.append((weakref.ref(shown), shown._version, is_copy))
-        return shown
+            moment = _guarded(home, moment)
+        self._returned = [each for each in self._returned if each[0]() is not None]
+        self._returned.append((weakref.ref(moment), moment._version, is_copy))
+        return moment
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name == "step":
@@ -338,20 +338,20 @@ def _set_moment(home: Home, purpose: Purpose, value: Any) -> None:
 
 
 def begin_state(
-    home: Home, given: Mapping[str, Any], state_dtype: torch.dtype, *, was_updated: bool
+    home: Home, entries: Mapping[str, Any], state_dtype: torch.dtype, *, was_updated: bool
 ) -> State:
-    """The state of a parameter without `State`: the entries ``given`` by the user or, if there are none,
+    """The state of a parameter without `State`: the user's ``entries`` or, if there are none,
     zero moments."""
-    if given or was_updated:
+    if entries or was_updated:
         home.executor.wait_for_saving()
         home.executor.synchronize()
-    if not (given or was_updated):
+    if not (entries or was_updated):
         return State(home, state_dtype)
     with home.executor.writing_state(f"beginning the moments of '{home.slice.param.name}'"):
-        if not given:
+        if not entries:
             _clear(home, state_dtype)
             return State(home, state_dtype)
-        return State.of(home, state_dtype, given)
+        return State.of(home, state_dtype, entries)
 
 
 def load_moments(saved: Iterable[Saved], state_dtype: torch.dtype) -> dict[torch.Tensor, State]:

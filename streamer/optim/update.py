@@ -61,9 +61,9 @@ class Launches:
             )
         return self._nbytes[elements]
 
-    def only(self, which: Iterable[bool]) -> Launches:
-        """The launches for those parameters for which ``which`` is True."""
-        return Launches(compress(self._params, which), self.state_dtype)
+    def only(self, mask: Iterable[bool]) -> Launches:
+        """The launches for those parameters for which ``mask`` is True."""
+        return Launches(compress(self._params, mask), self.state_dtype)
 
 
 class _Row(NamedTuple):
@@ -131,9 +131,9 @@ class UnitUpdate(NamedTuple):
 def _element_bytes(dtype: torch.dtype, state_dtype: torch.dtype, summed: bool) -> int:
     # Weight and moments are read and written, as are the remainder of a split master (2 bytes) and a whole
     # fp32 master (4). The gradient is read. Scales of 8-bit moments do not count.
-    beside = {FP32: 0, BF16: 2, FP16: 4}[dtype]
+    master_bytes = {FP32: 0, BF16: 2, FP16: 4}[dtype]
     gradient = FP32.itemsize if summed else dtype.itemsize
-    return 2 * (dtype.itemsize + beside + 2 * state_dtype.itemsize) + gradient
+    return 2 * (dtype.itemsize + master_bytes + 2 * state_dtype.itemsize) + gradient
 
 
 def check_state_dtype(param: Param, state_dtype: torch.dtype) -> None:

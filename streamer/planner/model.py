@@ -71,7 +71,7 @@ def skeleton(model: nn.Module) -> nn.Module:
         own = composite.parts()
         parts = [torch.empty_like(part, device="meta") for part in plainly(own)]
         memo |= {id(part): without for part, without in zip(own, parts, strict=True)}
-        memo[id(param)] = marked(composite.like(parts))
+        memo[id(param)] = marked(composite.assemble(parts))
     held = [value for module in model.modules() for value in vars(module).values()]
     for tensor in (*model.buffers(), *(value for value in held if isinstance(value, torch.Tensor))):
         without = torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)

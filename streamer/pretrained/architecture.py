@@ -79,10 +79,10 @@ def is_quantized(model: nn.Module) -> bool:
 def is_quantized_folder(folder: Path) -> bool:
     """`is_quantized` for the model in a ``folder``; False for a folder that cannot be read."""
     try:
-        told = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False  # building the model raises a better error
-    return isinstance(told, dict) and told.get("quantization_config") is not None
+    return isinstance(config, dict) and config.get("quantization_config") is not None
 
 
 def is_of_transformers(kind: object) -> bool:
@@ -98,18 +98,18 @@ def parameters_on_meta() -> Iterator[None]:
     Under ``torch.device("meta")`` buffers that are in no file (position embeddings, masks) would have no
     values either.
     """
-    made = WeakTensorKeyDictionary()  # several modules may share one parameter
+    replacements = WeakTensorKeyDictionary()  # several modules may share one parameter
 
     def without_values(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
         if param is None or param.is_meta:
             return None
-        if param not in made:
+        if param not in replacements:
             # the same parameter without memory; its class and attributes are those of the original
             empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
             empty.__class__ = type(param)
             empty.__dict__.update(param.__dict__)
-            made[param] = empty
-        return made[param]
+            replacements[param] = empty
+        return replacements[param]
 
     hook = register_module_parameter_registration_hook(without_values)
     try:

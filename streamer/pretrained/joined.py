@@ -44,20 +44,20 @@ class Joining(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        made = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         if function is torch.stack or function is torch.cat:
-            self._follow(made, *args, **(kwargs or {}))
-        return made
+            self._follow(result, *args, **(kwargs or {}))
+        return result
 
     def _follow(
-        self, made: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0, **other: object
+        self, result: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0, **other: object
     ) -> None:
         # of each tensor in turn, for every index of the dimensions before
-        rows = prod(made.shape[:dim])
+        rows = prod(result.shape[:dim])
         columns = [_divided(self.pieces(tensor), rows) for tensor in tensors]
         if not other and all(columns):
             pieces = (piece for row in zip(*columns, strict=True) for group in row for piece in group)
-            self._known[id(made)] = made, tuple(pieces)
+            self._known[id(result)] = result, tuple(pieces)
 
 
 def _divided(pieces: Pieces, count: int) -> list[list[Stored]]:

@@ -133,7 +133,7 @@ def from_pretrained(
 def _adapted(model: nn.Module, adapt: Callable[[nn.Module], nn.Module | None], tensors: Tensors) -> nn.Module:
     """The result of ``adapt`` for ``model``. Raises ValueError if it is not a model."""
     before = {*model.parameters()}
-    adapted = model if (given := adapt(model)) is None else given
+    adapted = model if (result := adapt(model)) is None else result
     if not isinstance(adapted, nn.Module):
         raise ValueError(f"adapt= has returned a {type(adapted).__name__}: let it return the model, or None")
     for name, param in adapted.named_parameters():

@@ -246,10 +246,10 @@ def _by_rules(model: Any, stored: Mapping[str, Stored], here: dict[str, torch.Te
         elif pattern is None:
             sources[target] = _direct(stored[name])
         else:
-            made = conversions.setdefault(target, _Conversion(model, by_pattern[pattern], target))
-            made.parts.append((pattern, stored[name]))
-    for made in conversions.values():
-        for name, source in made.sources().items():
+            conversion = conversions.setdefault(target, _Conversion(model, by_pattern[pattern], target))
+            conversion.parts.append((pattern, stored[name]))
+    for conversion in conversions.values():
+        for name, source in conversion.sources().items():
             if name in here and name not in sources:
                 sources[name] = source
             else:
@@ -271,7 +271,7 @@ class _Conversion:
     converter: Any
     target: str
     parts: list[tuple[str, Stored]] = field(default_factory=list)
-    _made: dict[str, torch.Tensor] = field(default_factory=dict)
+    _results: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def sources(self) -> dict[str, Source]:
         """The sources of the results, by name. Their shapes are found without reading values."""
@@ -279,7 +279,7 @@ class _Conversion:
         joining = Joining()
         try:
             with joining:
-                made = self._convert(joining.empty)
+                results = self._convert(joining.empty)
         except Exception as error:  # any error of the library for shapes that do not fit together
             names = shortened([stored.name for _, stored in self.parts])
             raise CheckpointError(
@@ -294,20 +294,20 @@ class _Conversion:
                 joining.pieces(tensor),
                 tuple(stored for _, stored in self.parts),
             )
-            for name, tensor in made.items()
+            for name, tensor in results.items()
         }
 
     def _read(self, name: str) -> torch.Tensor:
-        if name not in self._made:
-            self._made = self._convert(lambda stored: stored.read())
-        return self._made.pop(name)
+        if name not in self._results:
+            self._results = self._convert(lambda stored: stored.read())
+        return self._results.pop(name)
 
     def _convert(self, read: Callable[[Stored], torch.Tensor]) -> dict[str, torch.Tensor]:
         converter = copy.deepcopy(self.converter)
         for pattern, stored in self.parts:
             converter.add_tensor(self.target, stored.name, pattern, partial(read, stored))
-        made = converter.convert(self.target, model=self.model, config=self.model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        results = converter.convert(self.target, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
 
 
 def commonest(dtypes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype | None:

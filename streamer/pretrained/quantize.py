@@ -228,8 +228,8 @@ def quantize_weights(
         if name in linear:
             module: Any = linear[name]
             outputs, inputs = param.shape[::-1] if _is_transposed(module) else param.shape
-            made = scheme.linear(outputs, inputs, dtype or param.dtype)
-            _replace(model, name, module, made, quantized, tensors)
+            quantized_module = scheme.linear(outputs, inputs, dtype or param.dtype)
+            _replace(model, name, module, quantized_module, quantized, tensors)
         else:
             _put(*stacks[name], scheme.put, quantized, tensors)
     if of_library(model):

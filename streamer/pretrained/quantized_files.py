@@ -31,9 +31,9 @@ _BLOCK_SCALES = "_scale_inv"
 _SCALES, _NESTED = ("absmax", "quant_map"), ("nested_absmax", "nested_quant_map")
 _MAPS = ("quant_map", "nested_quant_map")
 #: Its other options, the last two for quantized scales.
-_TOLD = ("blocksize", "nested_dtype", "nested_offset")
+_OPTIONS = ("blocksize", "nested_dtype", "nested_offset")
 #: Suffixes of the names of tensors that belong to a quantized weight.
-_BESIDE = (*(f".{name}" for name in (*_SCALES, *_NESTED)), _BLOCK_SCALES)
+_SUFFIXES = (*(f".{name}" for name in (*_SCALES, *_NESTED)), _BLOCK_SCALES)
 #: The kernels of bitsandbytes take the number of values as a 32-bit integer.
 MOST_VALUES = 1 << 31
 
@@ -45,7 +45,7 @@ class StoredQuantized(Stored):
     #: tensors of the files by the names of the parts, see `streamer.quantized.parts.Composite`
     parts: Mapping[str, Stored]
     #: builds the weight from these parts, which are on a device, for inputs of a dtype
-    made: Callable[[Mapping[str, torch.Tensor], torch.dtype], nn.Parameter]
+    build: Callable[[Mapping[str, torch.Tensor], torch.dtype], nn.Parameter]
     #: builds a linear module for it, without a bias, from the numbers of outputs and inputs and their dtype
     linear: Callable[[int, int, torch.dtype], nn.Module]
     #: rows and columns of a block of 8-bit floats that share a scale
@@ -55,7 +55,7 @@ class StoredQuantized(Stored):
 
     def quantized(self, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
         """The weight, read to ``device``; on the meta device without values."""
-        return self.made({name: _read(part, device) for name, part in self.parts.items()}, dtype)
+        return self.build({name: _read(part, device) for name, part in self.parts.items()}, dtype)
 
     def read(self) -> torch.Tensor:
         """Its values, on the CPU."""
@@ -70,11 +70,11 @@ def with_quantized(path: Path, stored: Mapping[str, Stored], config: Any) -> dic
     Raises ValueError for any other quantization, or if the library that reads it is absent.
     """
     of_weights = config.quantization_config
-    told = of_weights if isinstance(of_weights, dict) else of_weights.to_dict()
-    method, found = str(told.get("quant_method", "")), dict(stored)
-    if method == "bitsandbytes" and told.get("load_in_4bit", told.get("_load_in_4bit")):
+    options = of_weights if isinstance(of_weights, dict) else of_weights.to_dict()
+    method, found = str(options.get("quant_method", "")), dict(stored)
+    if method == "bitsandbytes" and options.get("load_in_4bit", options.get("_load_in_4bit")):
         need("bitsandbytes")
-        compute = told.get("bnb_4bit_compute_dtype") or "float32"
+        compute = options.get("bnb_4bit_compute_dtype") or "float32"
         states = [it for name, it in stored.items() if _STATE in name]
         for state, packed in zip(states, read_all(states), strict=True):
             weight = state.name.partition(_STATE)[0]
@@ -82,13 +82,13 @@ def with_quantized(path: Path, stored: Mapping[str, Stored], config: Any) -> dic
                 found, weight, state, packed, getattr(torch, str(compute).removeprefix("torch."))
             )
         return found
-    if method == "fp8" and told.get("weight_block_size"):
+    if method == "fp8" and options.get("weight_block_size"):
         need("torchao")
         usual = usual_dtype(stored) or torch.bfloat16
         for name in [name for name in stored if name.endswith(_BLOCK_SCALES)]:
             weight = name.removesuffix(_BLOCK_SCALES)
             if weight in found:
-                found[weight] = _blocks(found.pop(name), found[weight], told["weight_block_size"], usual)
+                found[weight] = _blocks(found.pop(name), found[weight], options["weight_block_size"], usual)
         return found
     if method == "torchao":
         need("torchao")
@@ -110,18 +110,24 @@ def _four_bits(
     del found[state.name]
     key = state.name.removeprefix(f"{weight}.")
     names = {name: f"{weight}.{name}" for name in (*_SCALES, *_NESTED)}
-    beside = {name: found.pop(there) for name, there in names.items() if there in found}
+    scales = {name: found.pop(there) for name, there in names.items() if there in found}
     try:
-        told = json.loads(bytes(packed.tolist()))
-        shape, dtype, kind = tuple(told["shape"]), getattr(torch, told["dtype"]), told["quant_type"]
-        if missing := [name for name in _TOLD[: 3 if "nested_blocksize" in told else 1] if name not in told]:
+        options = json.loads(bytes(packed.tolist()))
+        shape, dtype, kind = (
+            tuple(options["shape"]),
+            getattr(torch, options["dtype"]),
+            options["quant_type"],
+        )
+        if missing := [
+            name for name in _OPTIONS[: 3 if "nested_blocksize" in options else 1] if name not in options
+        ]:
             raise KeyError(missing[0])
-        nested = _NESTED if "nested_blocksize" in told else ()
-        codes, *_ = found[weight], *(beside[name] for name in (*_SCALES, *nested))
+        nested = _NESTED if "nested_blocksize" in options else ()
+        codes, *_ = found[weight], *(scales[name] for name in (*_SCALES, *nested))
     except (KeyError, ValueError, AttributeError) as error:
         raise CheckpointError(f"'{weight}' is not whole in its file ({error!r})") from error
 
-    def made(parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> nn.Parameter:
+    def build(parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> nn.Parameter:
         codes = parts["codes"]
         stats = {name: part for name, part in parts.items() if name != "codes"} | {key: packed}
         weight: nn.Parameter = bnb.nn.Params4bit.from_prequantized(codes, stats, device=codes.device)
@@ -135,16 +141,16 @@ def _four_bits(
         codes.file,
         dtype,
         shape,
-        parts={"codes": codes, **beside},
-        made=made,
+        parts={"codes": codes, **scales},
+        build=build,
         linear=linear,
-        state=told,
+        state=options,
     )
 
 
 def weight_in_4_bits(codes: torch.Tensor, state: Any) -> nn.Parameter:
     """A weight of bitsandbytes: ``codes``, and the QuantState that dequantizes them."""
-    made: nn.Parameter = import_module("bitsandbytes").nn.Params4bit(
+    weight: nn.Parameter = import_module("bitsandbytes").nn.Params4bit(
         codes,
         requires_grad=False,
         quant_state=state,
@@ -154,15 +160,15 @@ def weight_in_4_bits(codes: torch.Tensor, state: Any) -> nn.Parameter:
         quant_storage=codes.dtype,
         bnb_quantized=True,
     )
-    return made
+    return weight
 
 
 def linear_in_4_bits(outputs: int, inputs: int, compute: torch.dtype, kind: str) -> nn.Module:
     """A linear module of bitsandbytes, with its weight still to be set; ``kind`` is "nf4" or "fp4"."""
-    made: nn.Module = import_module("bitsandbytes").nn.Linear4bit(
+    module: nn.Module = import_module("bitsandbytes").nn.Linear4bit(
         inputs, outputs, bias=False, compute_dtype=compute, quant_type=kind, device="meta"
     )
-    return made
+    return module
 
 
 def _blocks(scale: Stored, codes: Stored, block: Sequence[int], usual: torch.dtype) -> StoredQuantized:
@@ -180,7 +186,7 @@ def _blocks(scale: Stored, codes: Stored, block: Sequence[int], usual: torch.dty
         usual,
         codes.shape,
         parts=parts,
-        made=partial(_eight_bits, block=block),
+        build=partial(_eight_bits, block=block),
         linear=_linear,
         block=tuple(block),
     )
@@ -353,7 +359,7 @@ class _StackIn4Bits(StoredStack):
         )
 
     def quantized(self, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
-        bnb, told = import_module("bitsandbytes"), self._state
+        bnb, options = import_module("bitsandbytes"), self._state
         parts = {name: read(device) for name, read in self.parts.items()}
         nested = None
         if self._has_quantized_scales:
@@ -362,8 +368,8 @@ class _StackIn4Bits(StoredStack):
             absmax=parts["absmax"],
             shape=torch.Size(self.shape),
             code=parts["quant_map"],
-            blocksize=told["blocksize"],
-            quant_type=told["quant_type"],
+            blocksize=options["blocksize"],
+            quant_type=options["quant_type"],
             dtype=self.matrices[0].dtype,
             offset=parts.get("offset"),
             state2=nested,
@@ -413,9 +419,9 @@ def _take_tensors_of_torchao(found: dict[str, Stored], file: Path) -> None:
     """Add the weights that torchao has quantized in ``file`` to ``found``, in place of their parts."""
     support = import_module("torchao.prototype.safetensors.safetensors_support")
     with import_module("safetensors").safe_open(file, "pt") as opened:
-        told: Mapping[str, str] = opened.metadata() or {}
-    for name in json.loads(told.get("tensor_names", "[]")):
-        about = json.loads(told[name])
+        metadata: Mapping[str, str] = opened.metadata() or {}
+    for name in json.loads(metadata.get("tensor_names", "[]")):
+        about = json.loads(metadata[name])
         if about["_type"] == "Tensor":
             continue
         owner, _, attribute = name.rpartition(".")
@@ -423,9 +429,9 @@ def _take_tensors_of_torchao(found: dict[str, Stored], file: Path) -> None:
         if absent := [key for key in keys.values() if key not in found]:
             raise CheckpointError(f"'{name}' is not whole in its file: {absent[0]} is missing")
         parts = {part: found.pop(key) for part, key in keys.items()}
-        about_one = {name: told[name], "tensor_names": json.dumps([name])}
+        about_one = {name: metadata[name], "tensor_names": json.dumps([name])}
 
-        def made(
+        def build(
             parts: Mapping[str, torch.Tensor],
             dtype: torch.dtype,
             name: str = name,
@@ -436,9 +442,9 @@ def _take_tensors_of_torchao(found: dict[str, Stored], file: Path) -> None:
             whole, _ = support.unflatten_tensor_state_dict(flat, about)
             return nn.Parameter(whole[name], requires_grad=False)
 
-        without = made({part: _read(it, "meta") for part, it in parts.items()}, torch.float32)
+        without = build({part: _read(it, "meta") for part, it in parts.items()}, torch.float32)
         found[name] = StoredQuantized(
-            name, file, without.dtype, tuple(without.shape), parts=parts, made=made, linear=_linear
+            name, file, without.dtype, tuple(without.shape), parts=parts, build=build, linear=_linear
         )
 
 
@@ -448,7 +454,9 @@ def _linear(outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
 
 def usual_dtype(stored: Mapping[str, Stored]) -> torch.dtype | None:
     """The dtype of most of the values that are not quantized; None if there are none."""
-    return commonest((it.dtype, prod(it.shape)) for name, it in stored.items() if not name.endswith(_BESIDE))
+    return commonest(
+        (it.dtype, prod(it.shape)) for name, it in stored.items() if not name.endswith(_SUFFIXES)
+    )
 
 
 def need(library: str) -> None:

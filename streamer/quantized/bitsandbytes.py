@@ -71,12 +71,12 @@ def _kind(param: torch.Tensor) -> str:
     return getattr(type(param), "_plain_class", type(param)).__name__
 
 
-def _remade(param: Any, data: torch.Tensor, **attributes: object) -> Any:
+def _rebuilt(param: Any, data: torch.Tensor, **attributes: object) -> Any:
     """A weight of the class of ``param`` with new codes and ``attributes``."""
-    made = torch.Tensor._make_subclass(getattr(type(param), "_plain_class", type(param)), data, False)
+    weight = torch.Tensor._make_subclass(getattr(type(param), "_plain_class", type(param)), data, False)
     own = {name: value for name, value in vars(param).items() if not name.startswith("_streamer")}
-    made.__dict__.update(own, **attributes)
-    return made
+    weight.__dict__.update(own, **attributes)
+    return weight
 
 
 #: Whether a Linear4bit evaluated on the CPU repacks its weight, permanently. It would do so in every forward
@@ -111,19 +111,19 @@ class _FourBits(Composite):
     def parts(self) -> list[torch.Tensor]:
         return [self.param, *(getattr(state, attribute) for _, state, attribute in _tensors_of(self._state))]
 
-    def like(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def assemble(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         state = copy.copy(self._state)
         state.state2 = copy.copy(state.state2)
         _set(state, parts[1:])
-        made: torch.Tensor = _remade(self.param, parts[0], quant_state=state)
-        return made
+        weight: torch.Tensor = _rebuilt(self.param, parts[0], quant_state=state)
+        return weight
 
-    def show(self, parts: Sequence[torch.Tensor]) -> None:
+    def set_parts(self, parts: Sequence[torch.Tensor]) -> None:
         if self.param.is_meta == parts[0].is_meta:
             self.param.data = parts[0]
             _set(self._state, parts[1:])
         else:
-            become(self.param, self.like(parts))
+            become(self.param, self.assemble(parts))
         for module in self.modules:  # after a deepcopy the module has another object
             if (other := getattr(module, "quant_state", None)) is not None and other is not self._state:
                 module.quant_state = self._state
@@ -133,7 +133,7 @@ class _FourBits(Composite):
         is_cut = prod(rows) > 1 and wide % self._state.blocksize > 0
         return is_cut and device.type == "cpu" and not blocks_go_on_in_rows()
 
-    def lent(self, leaf: torch.Tensor) -> dict[str, object]:
+    def module_attributes(self, leaf: torch.Tensor) -> dict[str, object]:
         parametrized = any(type(module).__name__ == _PARAMETRIZATION for module in self.modules)
         return {"quant_state": leaf.quant_state} if parametrized else {}  # type: ignore[attr-defined]
 
@@ -185,21 +185,21 @@ class _EightBits(Composite):
         scales: torch.Tensor = next(each for each in found if each is not None)
         return scales
 
-    def like(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        made: torch.Tensor = _remade(self.param, parts[0], CB=parts[0], SCB=parts[1])
-        return made
+    def assemble(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        weight: torch.Tensor = _rebuilt(self.param, parts[0], CB=parts[0], SCB=parts[1])
+        return weight
 
-    def show(self, parts: Sequence[torch.Tensor]) -> None:
+    def set_parts(self, parts: Sequence[torch.Tensor]) -> None:
         if self.param.is_meta == parts[0].is_meta:
             self.param.data = parts[0]
             self.param.__dict__.update(CB=parts[0], SCB=parts[1])
         else:
-            become(self.param, self.like(parts))
+            become(self.param, self.assemble(parts))
         for module in self.modules:
             if (state := getattr(module, "state", None)) is not None:
                 state.CB = state.SCB = None
 
-    def lent(self, leaf: torch.Tensor) -> dict[str, object]:
+    def module_attributes(self, leaf: torch.Tensor) -> dict[str, object]:
         # the module's forward moves the codes there, and an autograd context keeps it
         state = next((module.state for module in self.modules if hasattr(module, "state")), None)
         return {} if state is None else {"state": copy.copy(state)}

@@ -7,8 +7,8 @@ tensors, the *parts* of such a parameter, as frozen parameters in their own dtyp
 memory, disks and plans need no code for quantization, and checkpoints store one text for each weight
 (`Composite.kind`). A `Composite` connects both sides:
 
-- while the layer runs, its modules use a weight assembled from the parts in the slot (`Composite.like`);
-- the user's parameter stays the same object, assembled from the parts in host memory (`Composite.show`).
+- while the layer runs, its modules use a weight assembled from the parts in the slot (`Composite.assemble`);
+- the user's parameter stays the same object, assembled from the parts in host memory (`Composite.set_parts`).
 
 The library of the weight dequantizes it on the device, at each use. Only the parts cross the bus.
 """
@@ -55,12 +55,12 @@ class Composite(abc.ABC):
         """The parts, in the order of `names`."""
 
     @abc.abstractmethod
-    def like(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def assemble(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """A weight of the kind of ``param``, with other ``parts`` of the same shapes and dtypes on any
         device."""
 
     @abc.abstractmethod
-    def show(self, parts: Sequence[torch.Tensor]) -> None:
+    def set_parts(self, parts: Sequence[torch.Tensor]) -> None:
         """Replace the parts of ``param`` itself."""
 
     @property
@@ -83,8 +83,8 @@ class Composite(abc.ABC):
         """Whether the weight's library computes on ``device`` with wrong values."""
         return False
 
-    def lent(self, leaf: torch.Tensor) -> dict[str, object]:
-        """Attributes of the modules while they use ``leaf``, a result of `like`."""
+    def module_attributes(self, leaf: torch.Tensor) -> dict[str, object]:
+        """Attributes of the modules while they use ``leaf``, a result of `assemble`."""
         return {}
 
     def hold(self) -> None:
@@ -105,8 +105,10 @@ def composite_of(name: str, param: torch.Tensor, modules: Modules) -> Composite 
     Raises ValueError, with the remedy, for a class that cannot be split or a weight not quantized yet.
     """
     kind: Any = type(param)
-    beside = [each for module in modules if isinstance(module, ParametrizationList) for each in module]
-    if kind is nn.Parameter and not any(map(_is_of_bitsandbytes, beside)):
+    parametrizations = [
+        each for module in modules if isinstance(module, ParametrizationList) for each in module
+    ]
+    if kind is nn.Parameter and not any(map(_is_of_bitsandbytes, parametrizations)):
         return None
     if has_inner_tensors(param):
         if hasattr(param, "device_mesh"):
@@ -115,7 +117,7 @@ def composite_of(name: str, param: torch.Tensor, modules: Modules) -> Composite 
                 "and several GPUs by process_group="
             )
         return _Subclass(param, modules)
-    if any(map(_is_of_bitsandbytes, (param, *beside))):
+    if any(map(_is_of_bitsandbytes, (param, *parametrizations))):
         of_class: Callable[..., Composite | None] = import_module(
             "streamer.quantized.bitsandbytes"
         ).composite_of
@@ -165,7 +167,7 @@ def aliases(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
     return any(storage_id(part) == number for part in plain_parts(tensor))
 
 
-def remade(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def rebuilt(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """A tensor of the kind of ``tensor`` (sparse, or of a subclass with inner tensors) with other
     ``parts``."""
     if is_sparse(tensor):
@@ -213,8 +215,8 @@ class _Recipe:
         inner = {name: next(parts) if recipe is None else recipe.make(parts) for name, recipe in self.inner}
         device = next(iter(inner.values())).device
         context = _on_device(self.context, device)
-        made: torch.Tensor = self.kind.__tensor_unflatten__(inner, context, self.size, self.stride)
-        return made
+        whole: torch.Tensor = self.kind.__tensor_unflatten__(inner, context, self.size, self.stride)
+        return whole
 
     def put(self, tensor: torch.Tensor, parts: Iterator[torch.Tensor]) -> None:
         """Replace the plain tensors in ``tensor`` by the next of ``parts``."""
@@ -233,8 +235,8 @@ def _on_device(context: Any, device: torch.device) -> Any:
         return {key: _on_device(value, device) for key, value in context.items()}
     if type(context) in (list, tuple):
         return type(context)(_on_device(value, device) for value in context)
-    told = dataclasses.is_dataclass(context) and not isinstance(context, type)
-    if told and isinstance(getattr(context, "device", None), torch.device):
+    is_instance = dataclasses.is_dataclass(context) and not isinstance(context, type)
+    if is_instance and isinstance(getattr(context, "device", None), torch.device):
         return dataclasses.replace(context, device=device)
     return context
 
@@ -253,14 +255,14 @@ class _Subclass(Composite):
     def parts(self) -> list[torch.Tensor]:
         return [*self._recipe.take(self.param)]
 
-    def like(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def assemble(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return self._recipe.make(iter(parts))
 
-    def show(self, parts: Sequence[torch.Tensor]) -> None:
+    def set_parts(self, parts: Sequence[torch.Tensor]) -> None:
         if self.param.device == parts[0].device:
             self._recipe.put(self.param, iter(parts))
         else:  # a wrapper's own device never changes
-            become(self.param, self.like(parts))
+            become(self.param, self.assemble(parts))
 
     @property
     def structure(self) -> object:

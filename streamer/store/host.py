@@ -44,10 +44,10 @@ from streamer.store.weights_on_disk import (
 
 
 class Disks(Protocol):
-    """The folders that `wrap` was given, if it ``may_write`` anything, and frozen parameters that are
-    ``stored`` in files, by name: see `streamer.backends.disk.Disks`. `open` makes scratch files in the
-    folders, `reader` reads what is stored by way of ``between``, and `buffer` is memory that both can read
-    into."""
+    """The folders of `wrap`'s ``disk=``, if state ``may_write`` there, and frozen parameters that are
+    ``stored`` in files, by name: see `streamer.backends.disk.Disks`. `open` creates scratch files in the
+    folders, `reader` reads stored parameters through the buffer ``between``, and `buffer` allocates memory
+    for both."""
 
     stored: Mapping[str, Pieces]
     may_write: bool
@@ -64,7 +64,7 @@ NO_DISKS: Disks = disk.Disks([])
 
 
 class Allocate(Protocol):
-    """What gives a `HostStore` its memory: see `Backend.host_buffer`."""
+    """Allocates memory for a `HostStore`: see `Backend.host_buffer`."""
 
     def __call__(self, nbytes: int, *, pinned: bool) -> torch.Tensor: ...
 
@@ -86,27 +86,26 @@ class HostStore:
         private: Allocate | None = None,
         is_shared: bool = False,
     ) -> None:
-        """What a model takes beside its gradients is allocated now, on ``disks`` what ``placement`` says. In
-        memory it is not pinned yet: ``reserve`` (see `Backend.host_reserve`) may give memory that is taken as
-        it is written, and `pin` is to be called when all of it is.
-
-        ``rank`` is this one of its ``machine``, whose ranks share the store and each update a share of every
-        unit, as ``division`` says. ``private`` gives memory that the others do not see. ``is_shared`` says
-        that there are other ranks, if only on other machines.
+        """Allocate everything of a model except gradients: on ``disks`` the units that ``placement`` lists,
+        the rest in memory. Memory is not pinned yet: ``reserve`` (see `Backend.host_reserve`) may allocate it
+        as it is written; call `pin` once it is. ``rank`` is this rank's number on its ``machine``. The ranks
+        of a machine share the store, and each updates a share of every unit, see ``division``. ``private``
+        allocates memory that other ranks cannot access. ``is_shared`` says that there are other ranks, if
+        only on other machines.
         """
         self.disks = disks
         self.division = division or Division()
-        #: whether other ranks, of this machine or of others, take part in what is done to the store
+        #: whether other ranks, of this machine or of others, use the same state
         self.is_shared = is_shared or self.division != Division()
         self.shards: list[HostShard] = []
         self._allocate = allocate
         self._private = private or allocate
         self._buffers: dict[str, torch.Tensor] = {}
-        #: by purpose, the shards that have a buffer of their own, which may go to disk later
+        #: by purpose, the shards with a buffer of their own, which may move to disk later
         self._apart: dict[str, list[HostShard]] = {}
-        #: pieces that `exchange` has made: their shards, purposes, memory and bytes
+        #: pieces that `exchange` has allocated: their shards, purposes, memory and bytes
         self._exchanged: list[tuple[HostShard, str, weakref.ref[Any], int]] = []
-        #: by purpose, the scratch files that have what is on disk of it
+        #: by purpose, its scratch files
         self.scratch: dict[str, Disk] = {}
         self._readers: list[Reader] = []
         self._ring: list[torch.Tensor] = []
@@ -135,9 +134,9 @@ class HostStore:
         return [self.shards[position] for position in sorted(positions)]
 
     def divide_by_parameter(self, whole: Callable[[int, Purpose], torch.Tensor], *, writes: bool) -> None:
-        """Let each rank have whole parameters from now on. Of what machines divide, ``whole`` gives all of a
-        shard, by its position, for a purpose; one rank of each machine ``writes`` it. There are no moments,
-        and nothing is on disk."""
+        """From now on, each rank updates whole parameters. ``whole`` returns the complete piece of a shard,
+        by its position, for a purpose that machines divide; one rank of each machine ``writes`` it. No
+        moments may exist, and nothing may be on disk."""
         before = dict[tuple[HostShard, Purpose], torch.Tensor]()
         for purpose in MASTERING if self.is_divided else ():
             shards = [shard for shard in self.shards if purpose.name in shard.held]
@@ -155,7 +154,7 @@ class HostStore:
 
     @property
     def is_divided(self) -> bool:
-        """Whether other machines have parts of the state that this one has not."""
+        """Whether machines divide the state, so that this one has a part of it."""
         return self.division.machines > 1
 
     @property
@@ -165,14 +164,14 @@ class HostStore:
 
     @property
     def can_move(self) -> bool:
-        """Whether state may be on disk, and what is in memory may go there later."""
+        """Whether state may be on disk, so that state in memory may move there later."""
         return self.disks.may_write
 
     def _nbytes(self, purpose: Purpose, shard: HostShard) -> int:
         return self.division.nbytes(purpose, shard.layout)
 
     def pin(self, pin: Callable[[torch.Tensor], None]) -> None:
-        """Let ``pin`` make those of the model's buffers that are copied to the device ready for that."""
+        """Call ``pin`` for the model's buffers that are copied to the device."""
         for purpose in MODEL:
             if purpose.pinned:
                 pin(self._buffers[purpose.name])
@@ -189,10 +188,9 @@ class HostStore:
         on_disk: Collection[int] = (),
         in_place_of: Iterable[Purpose] = (),
     ) -> None:
-        """Give every shard (or ``only`` these) a zeroed piece for each of ``purposes``: the shards at the
-        positions ``on_disk`` there, the others in memory. What is held for ``in_place_of`` is dropped.
-
-        Raises DiskError, before anything is changed, where a disk has no room beside what is dropped.
+        """Allocate a zeroed piece for each of ``purposes`` in every shard (or ``only`` in these), on disk for
+        the shards at the positions ``on_disk``. Pieces for ``in_place_of`` are dropped. Raises DiskError,
+        before anything is changed, if a disk has no room for both.
         """
         purposes, outside = list(purposes), self._at(on_disk)
         reserved = self._reserve(purposes, outside)
@@ -210,22 +208,23 @@ class HostStore:
                 self._deal(purpose, self._allocate(nbytes, pinned=purpose.pinned), shards)
 
     def _deal(self, purpose: Purpose, buffer: torch.Tensor, shards: Sequence[HostShard]) -> None:
-        """Let each of ``shards`` have its piece of ``buffer``."""
+        """Divide ``buffer`` among ``shards``."""
         self._buffers[purpose.name] = buffer
         sizes = [self._nbytes(purpose, shard) for shard in shards]
         for shard, piece in zip(shards, buffer.split(sizes), strict=True):
             shard.held[purpose.name] = _piece(purpose, piece, shard)
 
     def holds(self, purposes: Iterable[Purpose]) -> bool:
-        """Whether there is room for each of ``purposes``, in its dtype."""
+        """Whether all of ``purposes`` are allocated, in their dtypes."""
         return all(shard.has(purpose) for purpose in purposes for shard in self.shards)
 
     def holds_some(self, purposes: Iterable[Purpose]) -> bool:
-        """Whether there is room for one of ``purposes``."""
+        """Whether one of ``purposes`` is allocated."""
         return any(shard.has(purpose) for purpose in purposes for shard in self.shards)
 
     def drop(self, purposes: Iterable[Purpose]) -> None:
-        """Free what is held for ``purposes``. Not for pinned buffers: the backend has them registered."""
+        """Free the pieces for ``purposes``. Not for pinned buffers, which stay registered with the
+        backend."""
         for purpose in purposes:
             assert not purpose.pinned
             self._buffers.pop(purpose.name, None)
@@ -235,7 +234,7 @@ class HostStore:
             self._take_off_disk(purpose, self.shards)
 
     def drop_all(self) -> None:
-        """Give up every buffer, and what is on disk."""
+        """Free all buffers, in memory and on disk."""
         self._buffers.clear()
         self._apart.clear()
         self._ring.clear()
@@ -244,13 +243,13 @@ class HostStore:
         self.close_disks()
 
     def staging(self, count: int, nbytes: int) -> list[torch.Tensor]:
-        """``count`` buffers of ``nbytes`` for gradients that are used up when they have landed."""
+        """``count`` buffers of ``nbytes`` for gradients that are consumed as soon as they are on the host."""
         self._buffers[STAGING] = self._private(count * nbytes, pinned=True)
         return list(self._buffers[STAGING].split(nbytes)) if nbytes else []
 
     def exchange(self, shard: HostShard, purpose: Purpose, piece: torch.Tensor | None) -> torch.Tensor:
-        """Let ``shard`` have another ``piece`` in memory for ``purpose``, or one that is made for it. Others
-        may still need the one that it had."""
+        """Replace the piece in memory of ``shard`` for ``purpose`` by ``piece``, or by a new one. The old one
+        may still be in use."""
         if piece is None:
             # pinned memory stays until the backend is closed, and this may come and go
             memory: Any = self._private(self._nbytes(purpose, shard), pinned=False).numpy()
@@ -260,13 +259,12 @@ class HostStore:
         return piece
 
     def exchanged(self) -> list[tuple[HostShard, str, int]]:
-        """The pieces that `exchange` has made and somebody still needs: of which shard, for which purpose,
-        and their bytes."""
+        """The pieces from `exchange` that are still in use: their shards, purposes and bytes."""
         self._exchanged = [each for each in self._exchanged if each[2]() is not None]
         return [(shard, name, nbytes) for shard, name, _, nbytes in self._exchanged]
 
     def bytes_by_purpose(self) -> dict[str, int]:
-        """Bytes of host memory allocated, by purpose; purposes that take none are left out."""
+        """Bytes of host memory allocated, by purpose; purposes without any are left out."""
         found = Counter({purpose: buffer.numel() for purpose, buffer in self._buffers.items()})
         for name, shards in self._apart.items():
             found[name] += sum(shard.held[name].nbytes for shard in shards)
@@ -279,7 +277,7 @@ class HostStore:
     # --- what is on disk ---------------------------------------------------------------------------------
 
     def on_disk(self) -> list[Purpose]:
-        """The purposes of which some unit's piece is on disk."""
+        """The purposes for which a unit has a piece on disk."""
         return [*dict.fromkeys(p for shard in self.shards for p in shard.disk.purposes().values())]
 
     def disk_bytes_by_purpose(self) -> dict[str, int]:
@@ -291,8 +289,8 @@ class HostStore:
         return dict(+found)
 
     def ring(self) -> list[torch.Tensor]:
-        """The buffers that chunks of the state on disk pass through, made when they are first asked for and
-        when what is on disk has changed."""
+        """The buffers that chunks of the state on disk pass through, allocated at the first call and
+        again after state on disk was added or dropped."""
         if not self._ring:
             nbytes = max(shard.disk.ring_bytes() for shard in self.shards)
             self._buffers[STATE_RING] = self.disks.buffer(RING * nbytes)
@@ -304,16 +302,14 @@ class HostStore:
         self._buffers.pop(STATE_RING, None)
 
     def movable(self, shard: HostShard) -> dict[Purpose, int]:
-        """What a shard has in memory that may go to disk, with its bytes."""
+        """The pieces of a shard in memory that may move to disk, with their bytes."""
         names = [name for name, shards in self._apart.items() if shard in shards]
         purposes = [purpose for purpose in ALL_MOMENTS if purpose.name in names and shard.has(purpose)]
         return {purpose: nbytes for purpose in purposes if (nbytes := self._nbytes(purpose, shard))}
 
     def move(self, positions: Collection[int]) -> None:
-        """Let what is `movable` of the shards at ``positions`` go to disk. The caller sees to it that nobody
-        uses it.
-
-        Raises DiskError, and changes nothing, where the disk has no room or fails.
+        """Move the `movable` pieces of the shards at ``positions`` to disk. The caller makes sure that they
+        are not in use. Raises DiskError, and changes nothing, if the disk has no room or fails.
         """
         shards = self._at(positions)
         purposes = [*dict.fromkeys(purpose for shard in shards for purpose in self.movable(shard))]
@@ -338,7 +334,7 @@ class HostStore:
     def _reserve(
         self, purposes: Sequence[Purpose], shards: Sequence[HostShard], known: Disk | None = None
     ) -> list[tuple[HostShard, StatePart]]:
-        """Allocate room on disk for ``shards``, in new scratch files or more of those that are ``known``."""
+        """Allocate room on disk for ``shards``, in new scratch files or by extending the ``known`` ones."""
         if not shards:
             return []
         scratch = known or self.disks.open()
@@ -360,7 +356,7 @@ class HostStore:
             self._forget_ring()
 
     def _take_off_disk(self, purpose: Purpose, shards: Iterable[HostShard]) -> None:
-        """Drop what ``shards`` have on disk for ``purpose``, and close scratch files that nobody uses."""
+        """Drop the pieces of ``shards`` on disk for ``purpose``, and close unused scratch files."""
         for shard in shards:
             shard.disk.drop(purpose)
         if not any(purpose.name in shard.disk.purposes() for shard in self.shards):
@@ -409,23 +405,24 @@ class HostStore:
 
     @contextmanager
     def weights_in(self, shard: HostShard, *, read: bool = False) -> Iterator[None]:
-        """Inside the block weights of ``shard`` that are on disk are in memory; they are written to disk at
-        its end. Without ``read`` all of them are to be set there. One rank does so for all of them."""
+        """Inside the block, weights of ``shard`` that are on disk are in memory; at its end they are written
+        to disk. Without ``read`` they are not read first: the block sets all of them. One rank does so for
+        all."""
         if not shard.is_out:
             yield
             if self.is_shared and not shard.weights_on_disk.is_empty:
-                shard.weights_on_disk.store(shard.brought)
+                shard.weights_on_disk.store(shard.weight_copy)
             return
-        shard.bring_in(self.disks.buffer, read=read)
+        shard.fetch_copy(self.disks.buffer, read=read)
         whole = False
         try:
             yield
             whole = True
         finally:
-            shard.send_out(write=whole)
+            shard.release_copy(write=whole)
 
     def close_disks(self) -> None:
-        """Give up what is on disk, which nobody may read any more."""
+        """Close all scratch files. State on disk cannot be read any more."""
         for scratch in self.scratch.values():
             scratch.close()
         for reader in self._readers:

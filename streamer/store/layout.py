@@ -1,4 +1,4 @@
-"""Where each parameter of a unit lies in the unit's flat buffers. Pure arithmetic."""
+"""The places of a unit's parameters in its flat buffers. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALIGN, ALIGN_BYTES = 32, 64
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter before it has a place. ``dtype`` is the streamed one."""
+    """A parameter without a place yet. ``dtype`` is the one it is streamed in."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,8 +27,8 @@ class Param:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements of one dtype that lie side by side: ``offset`` in bytes in the weight and gradient buffers,
-    ``index`` in elements in the buffers of optimizer state."""
+    """Contiguous elements of one dtype: ``offset`` in bytes in the weight and gradient buffers, ``index`` in
+    elements in the buffers of optimizer state."""
 
     dtype: torch.dtype
     offset: int
@@ -84,8 +84,8 @@ class Slice(Stretch):
         return super().state(buffer).view(self.param.shape)
 
     def own(self, buffer: torch.Tensor) -> torch.Tensor:
-        """`view`, with a storage of the parameter's own if the buffer is in host memory: `torch.save` of one
-        tensor, and whatever looks for tied tensors, goes by storages."""
+        """`view`, with a storage of its own if the buffer is in host memory: `torch.save` of one tensor, and
+        code that looks for tied tensors, compare storages."""
         if buffer.device.type != "cpu" or not self.numel:
             return self.view(buffer)
         piece = torch.from_numpy(buffer[self.offset : self.offset + self.nbytes].numpy())
@@ -136,23 +136,25 @@ class Layout:
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The parameters in a flat uint8 buffer of weights, or the trainable ones in one of gradients.
 
-        Made once for each buffer that stays, which has them until it is gone.
+        Created once for each permanent buffer, and kept as long as the buffer exists.
         """
-        made: dict[int, tuple[Layout, list[torch.Tensor]]] = buffer.__dict__.setdefault("_streamer_views", {})
-        if id(self) not in made:
+        known: dict[int, tuple[Layout, list[torch.Tensor]]] = buffer.__dict__.setdefault(
+            "_streamer_views", {}
+        )
+        if id(self) not in known:
             with torch.inference_mode(mode=False):
-                # of another tensor that shows the buffer: it shall not be kept by its own views
-                shown = buffer.detach()
+                # of another tensor with the same memory: views must not keep the buffer alive
+                view = buffer.detach()
                 fitting = (slice for slice in self.slices if slice.offset + slice.nbytes <= buffer.numel())
-                made[id(self)] = self, [slice.view(shown) for slice in fitting]
-        return made[id(self)][1]
+                known[id(self)] = self, [slice.view(view) for slice in fitting]
+        return known[id(self)][1]
 
     def stretches(self, used: Sequence[bool]) -> list[Stretch]:
-        """Stretches that hold the ``used`` ones of the trainable parameters and nothing else, no padding.
-        Parameters with none between them share one."""
+        """The stretches of the ``used`` trainable parameters, without padding. Adjacent parameters share
+        one."""
         key = tuple(used)
         if key not in self._stretches:
-            # nearly always the same ones are used
+            # the same ones are used nearly always
             self._stretches.clear()
             found: list[Stretch] = []
             for slice, is_used in zip(self.trainable, key, strict=True):
@@ -177,5 +179,5 @@ class Layout:
 
 
 def num_blocks(numel: int) -> int:
-    """Blocks of 256 elements that ``numel`` elements begin."""
+    """The number of blocks of 256 elements for ``numel`` elements."""
     return -(-numel // QUANTUM)

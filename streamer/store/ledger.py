@@ -1,7 +1,5 @@
-"""Bytes by purpose: what a wrapped model will take, known before anything is allocated; which memory is too
-small for it, by how much, and what would help.
-
-Whoever is about to take memory, or plans to, asks here, so that every refusal reads alike.
+"""Bytes by purpose that a wrapped model will take, before anything is allocated; which memory is too small
+for it, by how much, and what would help. All checks of memory are here, so that their errors read alike.
 """
 
 from __future__ import annotations
@@ -28,38 +26,37 @@ from streamer.store.purposes import (
 )
 from streamer.store.shares import Division
 
-#: What device memory is for.
+#: Purposes of device memory.
 WEIGHT_SLOTS, GRAD_SLOTS = "weight slots", "gradient slots"
 ROOT_WEIGHTS, ROOT_GRADIENTS, BUFFERS = "root weights", "root gradients", "buffers"
-#: What ranks average gradients of a shorter dtype than fp32 in.
+#: The buffer in which ranks average gradients of a shorter dtype than fp32, and its most bytes.
 AVERAGING = "averaging over ranks"
-#: Bytes of it at most.
 MOST_AVERAGING = 64 << 20
-#: Gradient slots that there are at most.
+#: The largest number of gradient slots.
 MOST_GRAD_SLOTS = 2
 
-#: Bytes of a limit that nothing reaches: there is none.
+#: A limit that nothing reaches.
 UNLIMITED = 1 << 62
 
 
-def limit_of(given: int | None) -> int:
-    """``given`` bytes, or `UNLIMITED` where no limit is given."""
-    return UNLIMITED if given is None else given
+def limit_of(limit: int | None) -> int:
+    """``limit`` bytes, or `UNLIMITED` for None."""
+    return UNLIMITED if limit is None else limit
 
 
-#: Said of the host where it stands in for the device: what it needs has the device's bytes in it.
+#: For a host that stands in for the device: its bytes include the device's.
 SHARED = " (whose memory is the device's too)"
-#: What helps where `wrap` was given too small a budget of host memory.
+#: The remedy for a too small ``host_memory`` of `wrap`.
 REMEDY = "raise host_memory, or wrap with update='backward', dtype=torch.bfloat16, or frozen parameters"
-#: What makes host memory suffice, unless weights are frozen and short already.
+#: The remedy for too little host memory, unless most weights are frozen and in 16 bits.
 _EXACT = "use dtype=torch.bfloat16 or freeze parameters"
-#: How to quantize, and which share of the bytes of 16-bit weights that saves.
+#: Values of ``quantize=``, and the share of the bytes of 16-bit weights that each saves.
 _QUANTIZE = {'"int8"': 0.48, '"nf4"': 0.7}
 
 
 @dataclass(frozen=True)
 class Tier:
-    """Bytes that are needed of one tier of memory, and bytes that it has; ``remedy`` says what would help."""
+    """Needed and available bytes of one tier of memory, and the ``remedy`` if there are too few."""
 
     name: str
     needed: int
@@ -68,7 +65,7 @@ class Tier:
 
     @property
     def lacking(self) -> int:
-        """Bytes that there are too few of."""
+        """The number of missing bytes."""
         return max(0, self.needed - self.available)
 
     def __str__(self) -> str:
@@ -92,25 +89,26 @@ def verdict(what: str, tiers: Iterable[Tier]) -> str | None:
 
 
 def require(what: str, *tiers: Tier, details: Callable[[], str] = str) -> None:
-    """Raise MemoryError unless every tier has room for ``what``: the `verdict`, and ``details`` below it."""
+    """Raise MemoryError, with the `verdict` and then ``details``, unless every tier has room for ``what``."""
     message = verdict(what, tiers)
     if message is not None:
         raise MemoryError(f"{message}\n{details()}".rstrip())
 
 
 def lacks(tiers: Iterable[Tier]) -> str:
-    """The tiers that are short, each with how many bytes it lacks."""
+    """The tiers with too little memory, each with its missing bytes."""
     return " and ".join(f"{tier.name} lacks {exact_amount(tier.lacking)}" for tier in tiers if tier.lacking)
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that there are of the device and of host memory, `UNLIMITED` where there is no limit.
+    """Bytes of the device and of host memory, `UNLIMITED` if there is no limit.
 
     ``budget`` bytes of the device are for tensors. ``shared`` says that the device's memory is the host's.
-    ``device`` counts the bytes that CUDA itself takes, ``context``, as plans do. Of ``host``, ``given_back``
-    bytes are taken now and will be free; ``lockable`` bytes may be page-locked, and ``host_limit`` bytes are
-    what `wrap` was told to take at most. The device's bytes are of each of ``ranks``, the host's of all.
+    ``device`` includes ``context``, the bytes that CUDA itself takes, as plans do. ``host`` includes
+    ``freed_by_model``, bytes that the model holds now and `wrap` frees. ``lockable`` bytes may be
+    page-locked. ``host_limit`` is the limit passed to `wrap`. The device's bytes are per rank, the host's for
+    all ``ranks`` together.
     """
 
     device: int
@@ -118,23 +116,23 @@ class Room:
     budget: int = UNLIMITED
     shared: bool = False
     context: int = 0
-    given_back: int = 0
+    freed_by_model: int = 0
     lockable: int = UNLIMITED
     host_limit: int = UNLIMITED
     ranks: int = 1
 
     def host_room(self, device: int = 0) -> int:
-        """Bytes of host memory that the model may take, beside ``device`` bytes of the device where the
-        device's memory is the host's."""
+        """Bytes of host memory for the model. If the device's memory is the host's, ``device`` bytes per
+        rank are subtracted."""
         return min(max(0, self.host - device * self.shared * self.ranks), self.host_limit)
 
     @property
     def tensors(self) -> int:
-        """Bytes of the device that there are for tensors."""
+        """Bytes of the device for tensors."""
         return min(self.device - self.context, self.budget)
 
     def host_tier(self, needed: int, device: int, remedy: str = "") -> Tier:
-        """What is needed of the host, with ``device`` bytes of the device where its memory is the host's."""
+        """The tier of host memory. If the device's memory is the host's, ``device`` bytes are added to it."""
         needed += device * self.shared * self.ranks
         return Tier(f"the host{SHARED * self.shared}", needed, self.host, remedy)
 
@@ -148,19 +146,19 @@ class Ledger:
     disk: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def beside_slots(self) -> int:
-        """Bytes of the device that are for other things than slots."""
+    def outside_slots(self) -> int:
+        """Bytes of the device outside of slots."""
         slots = (WEIGHT_SLOTS, GRAD_SLOTS)
         return sum(nbytes for purpose, nbytes in self.device.items() if purpose not in slots)
 
     @property
     def pinned_host_bytes(self) -> int:
-        """Bytes of the host that are copied to or from the device, and page-locked where that is a GPU."""
+        """Bytes of the host that are copied to or from the device; for a GPU they are page-locked."""
         return sum(nbytes for purpose, nbytes in self.host.items() if purpose in PINNED)
 
     def table(self, *, device: Mapping[str, int] | None = None, host: Mapping[str, int] | None = None) -> str:
-        """A row for each owner below the title of its side, and one for all of them: the name, the bytes and,
-        from 128 MiB on, GiB. ``device`` and ``host`` are more rows for each side."""
+        """A table with the sides device, host and disk: a row for each owner and one for their sum, with
+        bytes and, from 128 MiB on, GiB. ``device`` and ``host`` are additional rows of these sides."""
         sides = {
             "device": (self.device, {}, device or {}),
             "host": (self.host, {"page-locked on a GPU": self.pinned_host_bytes}, host or {}),
@@ -183,8 +181,8 @@ class Ledger:
         return "\n".join(lines)
 
     def check(self, room: Room, *, device_remedy: str = "lower num_slots", frozen: int = 0) -> None:
-        """Raise MemoryError, with what the short side needs and has, unless ``room`` has enough of both.
-        ``device_remedy`` says what would help the device; ``frozen`` bytes of the host are `frozen_matrices`.
+        """Raise MemoryError, with needed and available bytes, unless ``room`` has enough of both.
+        ``device_remedy`` is the remedy for the device; ``frozen`` are the bytes of `frozen_matrices`.
         """
         device, host = sum(self.device.values()), sum(self.host.values())
         host_remedy = _quantizing(frozen, host, room.host_room(device)) or _EXACT
@@ -193,8 +191,8 @@ class Ledger:
         locked = Tier("page-locked host memory", self.pinned_host_bytes, room.lockable, lock_remedy)
 
         def table() -> str:
-            rows = {"available": room.host - room.given_back}
-            rows |= nonzero({"given back by the model": room.given_back})
+            rows = {"available": room.host - room.freed_by_model}
+            rows |= nonzero({"freed by the model": room.freed_by_model})
             if room.lockable < UNLIMITED:
                 rows["may be page-locked"] = room.lockable
             return self.table(device={"available": room.tensors}, host=rows)
@@ -218,10 +216,9 @@ def ledger(
     averages_in_fp32: bool = False,
     division: Division | None = None,
 ) -> Ledger:
-    """What streaming units of these ``layouts``, the root's last, through ``num_slots`` slots takes, and
-    their ``buffers`` in bytes; an optimizer's state comes on top. Ranks, each of which takes all that is on
-    its device, may average gradients in fp32. Where their machines divide the state, the host's bytes are
-    those of one machine."""
+    """The bytes for streaming units of these ``layouts``, the root's last, through ``num_slots`` slots,
+    including their ``buffers`` (bytes) and without an optimizer's state. The device's bytes are those of one
+    rank, the host's those of one machine. Ranks may average gradients in fp32."""
     division = division or Division()
     *layers, root = layouts
     largest_gradient = max(layout.grad_nbytes for layout in layers)
@@ -240,12 +237,13 @@ def ledger(
 
 
 def num_grad_slots(num_slots: int) -> int:
-    """Gradient slots beside ``num_slots`` weight slots: one is filled while another leaves."""
+    """The number of gradient slots for ``num_slots`` weight slots: one is filled while another is copied
+    out."""
     return min(num_slots, MOST_GRAD_SLOTS)
 
 
 def reduce_bytes(layouts: Iterable[Layout]) -> int:
-    """Bytes in which ranks average the gradients of units of these layouts, a piece after another."""
+    """Bytes of the buffer in which ranks average gradients of units of these layouts, piece by piece."""
     short = [
         4 * layout.state_numel
         for layout in layouts
@@ -255,8 +253,8 @@ def reduce_bytes(layouts: Iterable[Layout]) -> int:
 
 
 def gather_bytes(layouts: Iterable[Layout], division: Division) -> int:
-    """Bytes through which ranks gather weights of units of these layouts from other machines, a piece after
-    another: room for what a rank sends, and for what it gets of each machine."""
+    """Bytes of the buffer through which ranks gather weights of units of these layouts from other machines,
+    piece by piece: a rank's own piece, and one from each other machine."""
     if division.machines == 1:
         return 0
     longest = max(
@@ -270,16 +268,16 @@ def gather_bytes(layouts: Iterable[Layout], division: Division) -> int:
 
 
 def least_moments(layouts: Sequence[Layout], division: Division) -> dict[str, int]:
-    """The bytes of a machine's host memory that no AdamW of units of these layouts can do without."""
+    """The least bytes of a machine's host memory for the state of AdamW over units of these layouts."""
     dtypes = {slice.param.dtype for layout in layouts for slice in layout.trainable}
-    # short ones have padding and scales, which small parameters may not be worth
+    # short dtypes add padding and scales: for small parameters fp32 may take less
     kept = MOMENTS if dtypes <= {BF16} else [FP32]
     least = min(sum(division.host_bytes(layouts, MOMENTS[dtype]).values()) for dtype in kept)
     return nonzero({"moments of AdamW at least": least})
 
 
 def frozen_matrices(layouts: Sequence[Layout]) -> int:
-    """Bytes of the frozen matrices in 16 bits a value, which no exact option makes fewer."""
+    """Bytes of the frozen matrices in 16 bits a value. Only quantization reduces them."""
     return sum(
         slice.nbytes
         for layout in layouts
@@ -289,8 +287,8 @@ def frozen_matrices(layouts: Sequence[Layout]) -> int:
 
 
 def _quantizing(frozen: int, needed: int, there: int) -> str:
-    """The mildest way to quantize that makes ``there`` bytes suffice for ``needed``, of which most are
-    ``frozen`` weights; empty where there is none."""
+    """The remedy to quantize in the most bits for which ``there`` bytes suffice; empty if none suffices, or
+    if ``frozen`` weights are less than half of ``needed``."""
     enough = (word for word, share in _QUANTIZE.items() if needed - share * frozen <= there)
     word = next(enough, "") if 2 * frozen >= needed else ""
     return f"quantize the frozen weights (from_pretrained(quantize={word}))" if word else ""

@@ -1,16 +1,15 @@
-"""What a unit has of its optimizer state on disk: a piece for each chunk and purpose, none where all is in
-memory.
+"""The optimizer state of a unit on disk: a piece for each chunk and purpose.
 
 A chunk is a range of the unit's elements, small enough for a ring of a few buffers whatever the model's size.
-Each purpose has a piece of its own for each chunk, so that what is read is what is wanted.
+Each chunk has a separate piece for each purpose, so that only wanted bytes are read.
 
-While a chunk is updated the disk has its state of before, and memory the weights of after. If the write that
-follows fails, the chunk is lost: reading it raises DiskError until it is written. Where only a part of it is,
-by a checkpoint that is loaded, the rest is NaN from then on. Weights on disk are lost in the same way.
+While a chunk is updated, the disk has the old state and memory has the new weights. If the following write
+fails, the chunk is lost: reading it raises DiskError until it is written again. If a checkpoint then sets a
+part of it, the rest becomes NaN. Weights on disk are lost in the same way.
 
-The ranks of a machine share what is on its disk. No chunk is in two ranks' shares: what all ranks write is
-written by the one that owns the chunk, and any of them may read it. Where machines divide the state each has
-on its disk the chunks that its ranks update, and all of the weights. [Note: ranks]
+The ranks of a machine share its disk. Each chunk is in the share of one rank, which writes it; all ranks may
+read it. If machines divide the state, each has on its disk the chunks that its ranks update, and all of the
+weights. [Note: ranks]
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from streamer.store.purposes import Purpose
 from streamer.store.shares import Division
 from streamer_native import QUANTUM
 
-#: Elements of a chunk at most. A multiple of the runs that share a draw of random bits.
+#: The largest number of elements of a chunk: a multiple of the elements that share a draw of random bits.
 CHUNK_ELEMENTS = 1 << 23
 #: Buffers of the ring that chunks pass through: one is read, one is updated, one is written.
 RING = 3
 
-#: Gives memory for transfers, flat uint8.
+#: Allocates memory for transfers, flat uint8.
 Allocate = Callable[[int], torch.Tensor]
 
 
 class Disk(Protocol):
-    """Where extents lie, which come into being together: see `streamer.backends.disk.Scratch`."""
+    """Scratch files whose extents are allocated together: see `streamer.backends.disk.Scratch`."""
 
     @property
     def is_shared(self) -> bool: ...
@@ -59,8 +58,8 @@ class Disk(Protocol):
 
 @dataclass(eq=False)
 class Piece:
-    """Bytes ``first`` to ``stop`` of a buffer of ``what``, in an extent of ``disk``. What moves begins with a
-    block, at byte ``start``, and ends with one: neighbours of other ranks have the rest of both blocks."""
+    """Bytes ``first`` to ``stop`` of a buffer of ``what``, in an extent of ``disk``. Transfers move whole
+    blocks, from byte ``start`` on. The rest of the first and last block belongs to pieces of other ranks."""
 
     what: str
 
@@ -70,13 +69,13 @@ class Piece:
     first: int
     stop: int
     is_own: bool
-    #: what is to be written here is in memory alone
+    #: a write has failed: the values are not on disk
     is_lost: bool = False
     _is_written: bool = False
 
     @property
     def is_written(self) -> bool:
-        """Whether it may have other values than zeros: other ranks may have written it."""
+        """Whether it may hold other values than zeros. Other ranks may have written it."""
         return self._is_written or self.disk.is_shared
 
     @property
@@ -86,12 +85,12 @@ class Piece:
 
     @property
     def moved(self) -> slice:
-        """What moves of the buffer."""
+        """The part of the buffer that moves."""
         return slice(self.start, self.start + self.nbytes)
 
     def read(self, into: torch.Tensor, part: range | None = None) -> None:
-        """Bring it, or ``part`` of its bytes, to ``into``, flat uint8. What was never written is zero, as
-        memory would be, and is not read. Raises DiskError if it is lost."""
+        """Read it, or ``part`` of its bytes, into ``into``, flat uint8. A piece that was never written is
+        zero, and is not read from disk. Raises DiskError if it is lost."""
         if self.is_lost:
             raise DiskError(
                 f"a part of {self.what} on disk ({self.extent.nbytes} bytes) is lost: it could not be "
@@ -132,8 +131,8 @@ def read_bytes(pieces: Iterable[Piece], wanted: range, allocate: Allocate) -> to
 
 
 def write_bytes(pieces: Iterable[Piece], wanted: range, values: torch.Tensor, allocate: Allocate) -> None:
-    """Set the bytes ``wanted`` of a buffer that is in ``pieces`` to ``values``, flat uint8. What else is in a
-    piece stays as it is; where that is lost it is NaN from then on."""
+    """Set the bytes ``wanted`` of a buffer that is in ``pieces`` to ``values``, flat uint8. The other bytes
+    of a piece stay as they are; in a lost piece they become NaN."""
     for piece, common in _overlapping(pieces, wanted):
         is_there = piece.is_written and not piece.is_lost
         moved = _blocks(piece, common) if is_there else range(piece.nbytes)
@@ -148,7 +147,7 @@ def write_bytes(pieces: Iterable[Piece], wanted: range, values: torch.Tensor, al
 
 
 def _overlapping(pieces: Iterable[Piece], wanted: range) -> Iterator[tuple[Piece, range]]:
-    """The pieces that hold some of the bytes ``wanted``, and which."""
+    """The pieces that hold some of the bytes ``wanted``, and the range of these bytes in each."""
     for piece in pieces:
         common = range(max(piece.first, wanted.start), min(piece.stop, wanted.stop))
         if common:
@@ -156,20 +155,20 @@ def _overlapping(pieces: Iterable[Piece], wanted: range) -> Iterator[tuple[Piece
 
 
 def _blocks(piece: Piece, wanted: range) -> range:
-    """The bytes of the piece that move where these bytes of the buffer are ``wanted``."""
+    """The bytes of the piece that must move so that these bytes of the buffer are read or written."""
     first, stop, padded = wanted.start - piece.start, wanted.stop - piece.start, piece.disk.padded
     return range(first - first % padded(1), padded(stop))
 
 
 def _within(places: range, begin: int) -> slice:
-    """Where ``places`` lie in a buffer that begins with the place ``begin``."""
+    """``places`` as indices of a buffer that starts at the place ``begin``."""
     return slice(places.start - begin, places.stop - begin)
 
 
 @dataclass(frozen=True)
 class Chunk:
     """Elements ``start`` to ``stop`` of a unit's flat state, and their blocks of 256 elements. ``number`` is
-    another one for every chunk of a model."""
+    unique in the model."""
 
     number: int
     start: int
@@ -182,7 +181,7 @@ class Chunk:
         return purpose.bytes(self.range(purpose))
 
     def range(self, purpose: Purpose) -> range:
-        """What the chunk has of a unit's flat buffer for ``purpose``."""
+        """The chunk's range in a unit's flat buffer for ``purpose``."""
         if purpose.part is Slice.blocks:
             return range(self.first_block, self.stop_block)
         return range(self.start, self.stop)
@@ -196,12 +195,12 @@ def chunks_of(
     division: Division | None = None,
     machine: int | None = None,
 ) -> tuple[Chunk, ...]:
-    """Cut a unit's state into chunks of at most ``most`` elements (`CHUNK_ELEMENTS` if None), each of which
-    one rank updates, as ``division`` says; of a state that machines divide those of one ``machine``, or of
-    all of them if None.
+    """Cut a unit's state into chunks of at most ``most`` elements (`CHUNK_ELEMENTS` if None), each in the
+    share of one rank, see ``division``. If machines divide the state: the chunks of one ``machine``, or of
+    all if None.
 
-    A chunk begins where a parameter or what a rank updates begins, or a multiple of ``most`` elements after
-    that, so that an update of chunks draws the random bits of an update of the whole.
+    A chunk starts at a parameter or at a rank's share, or a multiple of ``most`` elements after that. So an
+    update by chunks draws the same random bits as an update of the whole.
     """
     most = most or CHUNK_ELEMENTS
     parts = (division or Division()).parts(layout)
@@ -227,8 +226,8 @@ def chunks_of(
 
 
 class StatePart(NamedTuple):
-    """What a unit has on ``disk`` for one purpose, a piece for each of its chunks; none if the unit has
-    nothing of ``purpose``, or its machine no part of it."""
+    """The pieces of a unit on ``disk`` for one purpose, one for each chunk; none if the unit has nothing for
+    ``purpose``, or this machine has no part of it."""
 
     purpose: Purpose
     disk: Disk
@@ -236,8 +235,8 @@ class StatePart(NamedTuple):
 
 
 class StateOnDisk:
-    """The optimizer state that one unit has on disk. Callers see to it that nobody reads or writes a chunk
-    meanwhile."""
+    """The optimizer state of one unit on disk. Callers make sure that no chunk is used by two threads at
+    once."""
 
     def __init__(self, layout: Layout, chunks: Sequence[Chunk], updated: range, allocate: Allocate) -> None:
         """``chunks`` are those of this machine; this rank updates and writes the elements ``updated``."""
@@ -258,7 +257,7 @@ class StateOnDisk:
         return self._own if self._parts else ()
 
     def reserve(self, purpose: Purpose, disk: Disk) -> StatePart:
-        """A place on ``disk`` for ``purpose``, to be given to `add` when the disk has allocated it."""
+        """A place on ``disk`` for ``purpose``. Pass it to `add` once the disk is allocated."""
         chunks = self._chunks if purpose.numel(self._layout) else ()
         what, pieces = f"optimizer state ({purpose.name})", list[Piece]()
         for chunk in chunks:
@@ -268,16 +267,16 @@ class StateOnDisk:
         return StatePart(purpose, disk, tuple(pieces))
 
     def add(self, part: StatePart) -> None:
-        """Have ``part``, which is zero, if the unit has anything of its purpose."""
+        """Add ``part``, which is zero, if it has pieces."""
         if part.purpose.numel(self._layout):
             self._parts[part.purpose.name] = part
 
     def drop(self, purpose: Purpose) -> None:
-        """Forget what is on disk for ``purpose``."""
+        """Drop the pieces for ``purpose``."""
         self._parts.pop(purpose.name, None)
 
     def drop_all(self) -> None:
-        """Forget all that is on disk."""
+        """Drop all pieces."""
         self._parts.clear()
 
     def purposes(self) -> dict[str, Purpose]:
@@ -289,7 +288,7 @@ class StateOnDisk:
         return {name: sum(piece.nbytes for piece in part.pieces) for name, part in self._parts.items()}
 
     def ring_bytes(self) -> int:
-        """Bytes of a buffer that any of the chunks can pass through."""
+        """Bytes of a buffer for the largest chunk."""
         return max(map(self.chunk_bytes, self.chunks), default=0)
 
     def chunk_bytes(self, chunk: Chunk) -> int:
@@ -297,7 +296,7 @@ class StateOnDisk:
         return sum(piece.nbytes for _, piece, _ in self._of(chunk))
 
     def _of(self, chunk: Chunk) -> Iterator[tuple[Purpose, Piece, slice]]:
-        """A chunk's piece for each purpose, and where it lies in a buffer of all of them."""
+        """A chunk's piece for each purpose, and its place in a buffer of all of them."""
         at = 0
         for part in self._parts.values():
             piece = part.pieces[chunk.number - self._chunks[0].number]
@@ -312,17 +311,17 @@ class StateOnDisk:
         }
 
     def read_chunk(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        """Bring a chunk to ``buffer``."""
+        """Read a chunk into ``buffer``."""
         for _, piece, place in self._of(chunk):
             piece.read(buffer[place])
 
     def begin_update(self, chunk: Chunk) -> None:
-        """What `read_chunk` has brought is about to be changed: the chunk is lost if it is not written."""
+        """Called before the chunk that `read_chunk` has read is changed: it is lost until it is written."""
         for _, piece, _ in self._of(chunk):
             piece.is_lost = True
 
     def write_chunk(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        """Write what `read_chunk` has brought."""
+        """Write a chunk from ``buffer``."""
         write_together([(piece, buffer[place]) for _, piece, place in self._of(chunk)])
 
     def read(self, purpose: Purpose, elements: range) -> torch.Tensor:
@@ -332,7 +331,7 @@ class StateOnDisk:
 
     def write(self, purpose: Purpose, elements: range, values: torch.Tensor, *, alone: bool = False) -> None:
         """Set these elements of the unit's flat buffer for ``purpose`` to ``values``, in its dtype. All ranks
-        do so, each in its own chunks, unless this one does so ``alone``."""
+        call it, and each writes its own chunks, unless this one writes ``alone``."""
         pieces = [piece for piece in self._parts[purpose.name].pieces if alone or piece.is_own]
         values = values.contiguous().view(-1).view(torch.uint8)
         write_bytes(pieces, purpose.bytes(elements), values, self._allocate)

@@ -1,21 +1,19 @@
 """Which units keep their optimizer state and their weights in host memory, and which on disk.
 
 [Note: placement]
-A step uses every unit's state once, in the order of the next forward. What was used longest ago is thus what
-is used next, so that any memory that keeps the most recent ones would always hold the wrong ones. Instead a
-fixed set of units stays in memory: those that the next forward asks for first, as many as the budget has room
-for. While they are updated the others' state is on its way from disk.
+A step uses every unit's state once, in the order of the next forward. So the least recently used
+state is always needed next, and a cache of recent state would never hit. Instead, the state of a fixed
+set of units stays in memory: those that the next forward runs first, as many as fit into the budget. While
+these are updated, the state of the others is read from disk.
 
-First to go are frozen weights that lie in files anyway, which nobody needs to write; then the optimizer's
-state; then other weights. `place` decides that, three times:
+Frozen weights that are in files anyway go to disk first: they are never written. The optimizer's state
+follows, then other weights. `place` decides three times:
 
-- when a model is wrapped, for its weights and what makes masters of them (`place_model`);
-- when an optimizer is made, for its moments (`place_moments`);
-- when something else needs room later (sums of gradients, saved inputs), for moments that are in memory
-  (`make_room`).
+- when a model is wrapped, for its weights and their masters (`place_model`);
+- when an optimizer is created, for its moments (`place_moments`);
+- when sums of gradients or saved inputs need room later, for moments that are in memory (`make_room`).
 
-The ranks of a machine have one budget, in which each has rings of its own; the first of all ranks decides for
-all of them.
+The ranks of a machine share one budget, which includes the rings of each. The first rank decides for all.
 """
 
 from __future__ import annotations
@@ -40,15 +38,15 @@ from streamer.store.purposes import (
     of_all_ranks,
 )
 from streamer.store.shares import Division
-from streamer.store.weights_on_disk import WEIGHT_BUFFERS, held_beside, stored_part, weights_edges
+from streamer.store.weights_on_disk import WEIGHT_BUFFERS, bytes_in_memory, stored_part, weights_edges
 
-#: What is short where host memory is too small with all on disk that may be there.
+#: The subject of the error if host memory is too small although all state that may be on disk is there.
 ON_DISK = "the model with what can be on disk there"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The positions of the units that have on disk what makes masters of their weights, and the weights."""
+    """The positions of the units with masters on disk, and of those with weights on disk."""
 
     masters: frozenset[int] = frozenset()
     weights: frozenset[int] = frozenset()
@@ -56,17 +54,16 @@ class Placement:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to place units: ``needed`` bytes of host memory with all on disk of what is ``movable``, by
-    position the bytes of each unit, in the order in which they are to stay in memory."""
+    """A way to place units. ``movable`` has the bytes of each unit that may go to disk, by position; the
+    first units stay in memory first. ``needed`` are the bytes of host memory with all of these on disk."""
 
     needed: int
     movable: Mapping[int, int] = field(default_factory=dict)
 
 
 def place(ways: Sequence[Way], room: int, remedy: str = REMEDY) -> tuple[int, frozenset[int]]:
-    """The first of ``ways`` that ``room`` bytes of host memory are enough for, by its number, and the
-    positions of the units whose movable bytes go to disk: those that the rest of the room is too small for.
-    [Note: placement]
+    """The number of the first of ``ways`` that fits into ``room`` bytes of host memory, and the positions of
+    the units whose movable bytes go to disk, since they do not fit. [Note: placement]
 
     Raises MemoryError, with ``remedy``, if there is none.
     """
@@ -90,25 +87,24 @@ def place_model(
     may_write: bool = True,
     division: Division,
 ) -> tuple[Ledger, Placement]:
-    """What ``planned`` becomes where ``room`` bytes of host memory are all that there is, and the rest is on
-    disk: first frozen weights that are ``stored`` in files, by name; then, if something ``may_write``, the
-    optimizer's state, and then weights of other layers. ``layouts`` are the units', the root's last, which
-    stays in memory but for its state. Moments are counted in fp32, though they may be shorter. ``room`` is
-    for all ranks of a machine; what each of them takes is told once.
+    """``planned`` with at most ``room`` bytes of host memory, for all ranks of a machine. What does not fit
+    is on disk: first frozen weights that are ``stored`` in files, by name; then, if state ``may_write`` to
+    disk, the optimizer's state; then weights of other layers. ``layouts`` are the units', the root's last; of
+    the root only its state may be on disk. Moments are counted in fp32, though they may be shorter.
 
-    Raises MemoryError if there is not even room for the rings that what is on disk passes through.
+    Raises MemoryError if the rings for state and weights on disk do not fit.
     """
     ranks = division.ranks
     layers = range(len(layouts) - 1)
     files = {p: part for p in layers if (part := stored_part(layouts[p], stored))}
     moved = {p: WEIGHTS.nbytes(layouts[p]) for p in layers}
-    moved |= {p: moved[p] - held_beside(layouts[p], part) for p, part in files.items()}
+    moved |= {p: moved[p] - bytes_in_memory(layouts[p], part) for p, part in files.items()}
     masters = state_sizes(layouts, MASTERING, division)
     of_model = {WEIGHTS.name, *(purpose.name for purpose in MASTERING)}
     others = {name: nbytes for name, nbytes in planned.host.items() if name not in of_model}
 
-    def beside_state(out: Collection[int]) -> dict[str, int]:
-        """Bytes of host memory, but for state, if the weights of the layers ``out`` are on disk."""
+    def host_without_state(out: Collection[int]) -> dict[str, int]:
+        """Bytes of host memory without state, if the weights of the layers ``out`` are on disk."""
         read = [piece for p in out if p in files for pieces in files[p].values() for piece in pieces]
         return others | {
             WEIGHTS.name: sum(map(WEIGHTS.nbytes, layouts)) - sum(moved[p] for p in out),
@@ -117,7 +113,7 @@ def place_model(
         }
 
     def needed(out: Collection[int], state: int) -> int:
-        return sum(of_all_ranks(beside_state(out), ranks).values()) + state
+        return sum(of_all_ranks(host_without_state(out), ranks).values()) + state
 
     state = sum(masters.values()) + sum(division.host_bytes(layouts, MOMENTS[FP32]).values())
     ring = ring_bytes(layouts, [*MASTERING, *MOMENTS[FP32]], division) * ranks
@@ -143,7 +139,7 @@ def place_model(
         return planned, placement
     on_disk = [layouts[p] for p in placement.masters]
     in_memory = [layout for p, layout in enumerate(layouts) if p not in placement.masters]
-    host = beside_state(placement.weights) | division.host_bytes(in_memory, MASTERING)
+    host = host_without_state(placement.weights) | division.host_bytes(in_memory, MASTERING)
     written = [layouts[p] for p in placement.weights if p not in files]
     disk = {WEIGHTS.name: sum(weights_on_disk_bytes(layout, ranks) for layout in written)}
     disk |= {purpose.name: disk_bytes(on_disk, [purpose], division) for purpose in MASTERING}
@@ -159,8 +155,8 @@ def place_moments(
     may_write: bool = True,
     division: Division,
 ) -> frozenset[int]:
-    """The positions of the units whose state for ``purposes`` goes to disk where ``room`` bytes of host
-    memory are left for it, and for the ring that it passes through with other purposes that are ``on_disk``.
+    """The positions of the units whose state for ``purposes`` goes to disk. ``room`` bytes of host memory are
+    left for the state and for its ring, which also serves the purposes that are ``on_disk`` already.
 
     Raises MemoryError if there is too little for the ring.
     """
@@ -175,16 +171,16 @@ def place_moments(
 
 
 def make_room(movable: Mapping[int, int], lacking: int, *, ring: int, ring_now: int) -> frozenset[int]:
-    """The positions of the units whose ``movable`` bytes, in the order in which they are to stay in memory,
-    go to disk so that ``lacking`` bytes more are free, where the ring for what is on disk takes ``ring``
-    bytes then and ``ring_now`` now. None if all of them are too few."""
+    """The positions of the units whose ``movable`` bytes go to disk so that ``lacking`` bytes become free;
+    the first units stay in memory first. The ring for state on disk has ``ring_now`` bytes now and ``ring``
+    bytes then. Empty if all of them are too few."""
     room = sum(movable.values()) + ring_now - lacking
     return place([Way(ring, movable)], room)[1] if room >= ring else frozenset()
 
 
 def state_sizes(layouts: Sequence[Layout], purposes: Sequence[Purpose], division: Division) -> dict[int, int]:
-    """Bytes on each machine for ``purposes`` of the units of these ``layouts``, the root's is last, by their
-    positions, in the order in which the next forward asks for them."""
+    """Bytes on each machine for ``purposes`` of units of these ``layouts``, the root's last, by their
+    positions, in the order of the next forward."""
     root = len(layouts) - 1
     return {
         position: sum(division.nbytes(purpose, layouts[position]) for purpose in purposes)
@@ -193,18 +189,18 @@ def state_sizes(layouts: Sequence[Layout], purposes: Sequence[Purpose], division
 
 
 def weight_ring_bytes(layouts: Iterable[Layout]) -> int:
-    """Bytes of the ring that weights of layers of these ``layouts`` pass through: of one rank."""
+    """Bytes of one rank's ring for weights of layers of these ``layouts``."""
     return WEIGHT_BUFFERS * max((_padded(layout.nbytes) for layout in layouts), default=0)
 
 
 def weights_on_disk_bytes(layout: Layout, ranks: int = 1) -> int:
-    """Bytes of a unit's weights on disk, of so many ``ranks``, padding included."""
+    """Bytes of a unit's weights on disk for so many ``ranks``, padding included."""
     edges = weights_edges(layout, ranks)
     return sum(_padded(stop - start // ALIGNMENT * ALIGNMENT) for start, stop in pairwise(edges))
 
 
 def ring_bytes(layouts: Sequence[Layout], purposes: Sequence[Purpose], division: Division) -> int:
-    """Bytes of a ring that chunks of any of these units pass through: of one rank, as many on all."""
+    """Bytes of one rank's ring for chunks of units of these ``layouts``; the same on all ranks."""
     from_disk = (
         sum(_padded(len(chunk.bytes(purpose))) for purpose in purposes if purpose.numel(layout))
         for layout in layouts
@@ -214,8 +210,8 @@ def ring_bytes(layouts: Sequence[Layout], purposes: Sequence[Purpose], division:
 
 
 def disk_bytes(layouts: Sequence[Layout], purposes: Sequence[Purpose], division: Division) -> int:
-    """Bytes on the disk of the first machine, padding included, for ``purposes`` of units of these layouts;
-    those of the others differ from it by what is left over where a state is divided."""
+    """Bytes on the disk of the first machine, padding included, for ``purposes`` of units of these layouts.
+    If machines divide the state, the others may have slightly less."""
     return sum(
         _padded(len(chunk.bytes(purpose)))
         for layout in layouts

@@ -1,4 +1,5 @@
-"""What host memory is for: for each purpose one buffer, and how much of it a unit takes. Pure arithmetic."""
+"""The purposes of host memory: one buffer for each, and the bytes of it that a unit takes. Pure
+arithmetic."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ SHARD_ALIGN = 64
 
 @dataclass(frozen=True)
 class Purpose:
-    """A kind of host buffer: its name in ledgers, its dtype, its elements for a unit, a parameter's part;
-    ``pinned`` if it is copied to or from the device."""
+    """A kind of host buffer: its name in ledgers, its dtype, the number of its elements for a unit, and a
+    parameter's part of it; ``pinned`` if it is copied to or from the device."""
 
     name: str
     dtype: torch.dtype
@@ -30,7 +31,7 @@ class Purpose:
         return range(elements.start * size, elements.stop * size)
 
     def range(self, slice: Slice) -> range:
-        """Where a parameter's elements (or blocks) lie in a unit's flat buffer of optimizer state."""
+        """A parameter's range of elements (or blocks) in a unit's flat buffer of optimizer state."""
         if self.part is Slice.blocks:
             return range(slice.block, slice.block + num_blocks(slice.numel))
         return range(slice.index, slice.index + slice.numel)
@@ -62,55 +63,55 @@ FP32, BF16, FP16, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.int
 
 #: The streamed weights, laid out by `Layout`.
 WEIGHTS = Purpose("weights", torch.uint8, lambda layout: layout.nbytes, Slice.view, pinned=True)
-#: What rounding to bf16 took from the masters, and the masters of fp16 weights: see `HostShard`.
+#: The bits of masters that rounding to bf16 removed, and the masters of fp16 weights: see `HostShard`.
 REMAINDERS = Purpose("remainders", torch.uint16, _state_of(BF16))
 MASTERS = Purpose("fp32 masters", FP32, _state_of(FP16))
-#: Gradients as they leave the device, and the fp32 sums of several of them where their dtype is shorter.
+#: Gradients in the device's dtype, and the fp32 sums of several gradients of a shorter dtype.
 GRADIENTS = Purpose("gradients", torch.uint8, lambda layout: layout.grad_nbytes, Slice.view, pinned=True)
 SUMS = Purpose("gradient sums", FP32, _state_of(BF16, FP16), pinned=True)  # the root's come as sums
-#: Gradients that have left the device and are used up at once: a ring of buffers, each for any layer's.
+#: A ring of buffers for gradients that an update consumes as soon as they are on the host.
 STAGING = "gradient staging"
-#: Such buffers where layers are updated in backward: one fills, one is read, two even out what varies.
+#: The number of these buffers with update='backward': one fills, one is read, two even out delays.
 STAGING_BUFFERS = 4
 #: Buffers that optimizer state on disk passes through when it is updated.
 STATE_RING = "ring of state on disk"
 #: Buffers that weights on disk pass through on their way to the device.
 WEIGHT_RING = "ring of weights on disk"
-#: Memory that blocks of files pass through, of which weights are read.
+#: Memory for blocks of files from which weights are read.
 FILE_BLOCKS = "blocks of files"
-#: Weights on disk that the user's code has asked for.
-ASKED_FOR = "weights asked for"
-#: State of optimizers of PyTorch, and what their updates widen masters and gradients into.
+#: Copies of weights on disk that user code reads or writes.
+WEIGHT_COPIES = "copies of weights on disk"
+#: State of optimizers of PyTorch, and the fp32 copies of masters and gradients for their updates.
 OPTIMIZER_STATE, UPDATE_SCRATCH = "optimizer state", "scratch of updates"
-#: What layers have saved for backward and paged out.
+#: Inputs that layers have saved for backward and copied to host memory.
 SAVED_INPUTS = "saved inputs"
 
-#: What is copied to or from the device, and page-locked where that is a GPU.
+#: Purposes whose buffers are copied to or from the device; for a GPU they are page-locked.
 PINNED = frozenset({WEIGHTS.name, GRADIENTS.name, SUMS.name, STAGING, SAVED_INPUTS, WEIGHT_RING})
 
-#: What each of several ranks has of its own; the rest all of them share.
+#: Purposes that each rank allocates for itself; ranks share the others.
 OF_EACH_RANK = (
     STAGING,
     SAVED_INPUTS,
     STATE_RING,
     WEIGHT_RING,
     FILE_BLOCKS,
-    ASKED_FOR,
+    WEIGHT_COPIES,
     OPTIMIZER_STATE,
     UPDATE_SCRATCH,
 )
 
 
 def of_all_ranks(host: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Bytes of host memory by purpose of so many ``ranks``, each of which tells the same ``host``."""
+    """Bytes of host memory by purpose of all ``ranks``, from the bytes of one in ``host``."""
     return {name: nbytes * (ranks if name in OF_EACH_RANK else 1) for name, nbytes in host.items()}
 
 
-#: What makes exact masters of the weights.
+#: Together with the weights, these are the exact masters.
 MASTERING = (REMAINDERS, MASTERS)
-#: What a model takes beside its gradients.
+#: A model without its gradients.
 MODEL = (WEIGHTS, *MASTERING)
-#: Adam's moments by how they are kept; in 8 bits with one scale for every block of 256 elements.
+#: Adam's moments by their dtype; in 8 bits with one scale for every block of 256 elements.
 MOMENTS = {
     FP32: (Purpose("exp_avg", FP32, _state), Purpose("exp_avg_sq", FP32, _state)),
     BF16: (Purpose("exp_avg", BF16, _state), Purpose("exp_avg_sq", BF16, _state)),
@@ -122,7 +123,7 @@ MOMENTS = {
     ),
 }
 ALL_MOMENTS = tuple(purpose for kept in MOMENTS.values() for purpose in kept)
-#: What each of several machines may hold a part of.
+#: Purposes that machines may divide.
 DIVIDED = frozenset(purpose.name for purpose in (*MASTERING, *ALL_MOMENTS))
 
 

@@ -1,6 +1,4 @@
-"""What a unit keeps in host memory: the streamed weight, what makes it an exact fp32 master, its gradient and
-the optimizer's state.
-"""
+"""A unit's host memory: streamed weights, the rest of their fp32 masters, gradients, optimizer state."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from streamer.store.purposes import (
 from streamer.store.shares import Division, Owned, Share, places_of, within
 from streamer.store.weights_on_disk import WeightsOnDisk
 
-#: What is added to the bits of a master before they are split: see streamer_native.bfloat16.
+#: Added to the bits of a master before they are split: see streamer_native.bfloat16.
 HALF_OF_LAST_PLACE = 0x8000
 
 
@@ -48,41 +46,40 @@ def _nothing(dtype: torch.dtype) -> torch.Tensor:
 
 class HostShard:
     """All host buffers of one unit, as flat tensors by the name of their purpose. Ranks share them, and each
-    updates its ``share``; one process updates all.
+    updates its ``share``; a single process updates all.
 
     [Note: masters]
-    Every trained element has an fp32 master. It keeps its master while its streamed bits are what they were:
-    no write of anything resets anything. Nobody has to notice a write, since the kernels, checkpoints and
-    `unwrap` read the weight as it is:
+    Every trained element has an fp32 master. It keeps its master while its streamed bits stay the same.
+    Writes need not be noticed, since the kernels, checkpoints and `unwrap` read the weight as it is:
 
-    - bf16: the master is the weight and the remainder joined, whatever the weight is by then. See [Note:
-      split master] in `streamer_native/bfloat16.py`;
-    - fp16: the master stands where it rounds to the weight. Where it does not, the weight was written, and is
-      the master;
+    - bf16: the master is the present weight joined with the remainder. See [Note: split master] in
+      `streamer_native/bfloat16.py`;
+    - fp16: the stored master is valid if it rounds to the weight. If not, the weight was written, and is the
+      master;
     - fp32: the weight is the master.
 
     Values in fp32 that are copied into a parameter (``copy_``, ``load_state_dict``) are the masters exactly:
     `load`.
 
-    Where several machines divide the state among them, each rank updates a part of its share. Of what is
-    `DIVIDED` the machine holds the ``parts`` of its ranks, one after the other, and nothing else.
+    If several machines divide the state, each rank updates a part of its share. For `DIVIDED` purposes the
+    machine holds only the ``parts`` of its ranks, one after the other.
 
     ``weight`` and ``gradient`` are uint8, laid out by ``layout``; remainders (uint16, of bf16 weights),
     masters (fp32, of fp16 weights) and ``sums`` (fp32, of gradients in bf16 or fp16) have one element per
-    trainable parameter element, padding included. What the unit does not hold has no elements.
+    trainable parameter element, padding included. Tensors that the unit does not hold are empty.
     """
 
     def __init__(self, layout: Layout, owned: Owned, disk: StateOnDisk) -> None:
-        """Without memory. ``disk`` is for what of the optimizer's state is on disk."""
+        """Without memory. ``disk`` has the optimizer's state that is on disk."""
         self.layout = layout
         self.owned = owned
         self.held: dict[str, torch.Tensor] = {}
         self.disk = disk
-        #: the weights that are not held in memory, or have not always been
+        #: the weights that are, or were, on disk
         self.weights_on_disk = WeightsOnDisk()
-        #: memory for all weights (flat uint8, with what a disk pads them by) while they are held besides
-        self.brought = _nothing(torch.uint8)
-        #: called before what is held changes, by an update say
+        #: a copy in memory of weights on disk (flat uint8, padded for the disk), empty if there is none
+        self.weight_copy = _nothing(torch.uint8)
+        #: called before weights or state change, by an update for instance
         self.before_change: Callable[[], None] | None = None
 
     def __getitem__(self, purpose: Purpose) -> torch.Tensor:
@@ -106,22 +103,22 @@ class HostShard:
 
     @property
     def share(self) -> Share:
-        """What this rank writes on its machine."""
+        """The share that this rank writes on its machine."""
         return self.owned.share
 
     @property
     def updated(self) -> Share:
-        """What this rank updates."""
+        """The part that this rank updates."""
         return self.owned.parts[self.owned.rank]
 
     @property
     def is_divided(self) -> bool:
-        """Whether other machines have parts of the state that this one has not."""
+        """Whether machines divide the state, so that this one has a part of it."""
         return self.owned.is_divided
 
     @property
     def uses_disk(self) -> bool:
-        """Whether anything of the unit has its place on disk."""
+        """Whether some of the unit's weights or state belong on disk."""
         return bool(self.disk.purposes()) or not self.weights_on_disk.is_empty
 
     @property
@@ -130,11 +127,11 @@ class HostShard:
         return not self.weights_on_disk.is_empty and WEIGHTS.name not in self.held
 
     def own(self, stretches: Iterable[Stretch]) -> list[Stretch]:
-        """What of ``stretches`` is in the share."""
+        """The parts of ``stretches`` in the share."""
         return [own for stretch in stretches if (own := within(stretch, self.share.elements)).numel]
 
     def has(self, purpose: Purpose) -> bool:
-        """Whether there is room for ``purpose``, in its dtype."""
+        """Whether ``purpose`` is allocated, in its dtype."""
         if purpose.name in self.held:
             return self.held[purpose.name].dtype == purpose.dtype
         return self.disk.purposes().get(purpose.name) == purpose
@@ -151,9 +148,9 @@ class HostShard:
         return self.disk.read(purpose, purpose.range(slice)).view(purpose.shape(slice))
 
     def set_part(self, purpose: Purpose, slice: Slice, values: torch.Tensor, *, alone: bool = False) -> None:
-        """Set a parameter's part of the optimizer's state for ``purpose``, or what of it this machine holds,
-        to ``values``, or all of it to one value. All ranks do so, unless this one does so ``alone`` on its
-        machine; until they have met, others may find what was there before."""
+        """Set a parameter's part of the optimizer's state for ``purpose``, as far as this machine holds it,
+        to ``values``, or all of it to one value. All ranks call it, unless this one does so ``alone`` for its
+        machine. Until the next exchange, other ranks may read the old values."""
         wanted = purpose.range(slice)
         values = values.expand(purpose.shape(slice)).reshape(-1)
         if self.is_on_disk(purpose):
@@ -163,8 +160,8 @@ class HostShard:
             held.copy_(values[places])
 
     def here(self, purpose: Purpose, wanted: range) -> Iterator[tuple[torch.Tensor, slice]]:
-        """What of the ``wanted`` elements (or blocks) of the unit's state is on this machine, and where it
-        lies among those that are wanted: views, or copies of what is on disk."""
+        """The ``wanted`` elements (or blocks) of the unit's state that are on this machine, and their places
+        among the wanted ones: views, or copies of state on disk."""
         is_on_disk = self.is_on_disk(purpose)
         for start, stop, at in places_of(self.owned.parts, purpose, wanted):
             if is_on_disk:
@@ -177,38 +174,38 @@ class HostShard:
         """A parameter's weight: a view, or a copy of what is on disk."""
         return self.weights_on_disk.read(slice) if self.is_out else slice.view(self.weight)
 
-    def bring_in(self, allocate: Allocate, *, read: bool = True) -> None:
-        """Have weights on disk in memory of their own, in ``brought``; without ``read`` all of them are to be
-        set there."""
-        self.brought = allocate(self.weights_on_disk.padded_bytes)
+    def fetch_copy(self, allocate: Allocate, *, read: bool = True) -> None:
+        """Copy weights on disk to ``weight_copy``. Without ``read`` only allocate it: the caller sets all of
+        them."""
+        self.weight_copy = allocate(self.weights_on_disk.padded_bytes)
         if read:
-            self.weights_on_disk.fetch(self.brought)
-        self.held[WEIGHTS.name] = self.brought[: self.layout.nbytes].data
+            self.weights_on_disk.fetch(self.weight_copy)
+        self.held[WEIGHTS.name] = self.weight_copy[: self.layout.nbytes].data
 
-    def send_out(self, *, write: bool) -> None:
-        """Let go of what `bring_in` has brought, written back to disk if ``write``."""
+    def release_copy(self, *, write: bool) -> None:
+        """Release the copy of `fetch_copy`, and write it to disk first if ``write``."""
         if write:
-            self.weights_on_disk.store(self.brought)
-        self.brought = _nothing(torch.uint8)
+            self.weights_on_disk.store(self.weight_copy)
+        self.weight_copy = _nothing(torch.uint8)
         del self.held[WEIGHTS.name]
 
     def with_whole(self, pieces: Mapping[str, torch.Tensor]) -> HostShard:
-        """A shard of the same weights that has the whole of the state in ``pieces``, by purpose, where this
-        one has a part of it."""
+        """A shard of the same weights with the complete state in ``pieces``, by purpose; this one has a part
+        of it."""
         whole = HostShard(self.layout, Division().owned(self.layout), self.disk)
         whole.weights_on_disk = self.weights_on_disk
         whole.held = {name: piece for name, piece in self.held.items() if name == WEIGHTS.name} | dict(pieces)
         return whole
 
     def load(self, slice: Slice, values: torch.Tensor) -> None:
-        """Set the weight, and the exact fp32 master where the parameter is trained, from ``values``. One rank
-        of each machine does so for all of them. [Note: masters]"""
+        """Set the weight and, if the parameter is trained, its fp32 master to ``values``. One rank of each
+        machine does so for all. [Note: masters]"""
         weight = slice.view(self.weight)
         if not slice.param.trainable or slice.dtype == torch.float32:
             weight.copy_(values)
             return
         if values.dtype == slice.dtype:
-            # not by way of fp32, which would take the memory of all values again
+            # not through fp32, which would take the memory of all values again
             weight.copy_(values)
             self._be_own_master(slice)
             return
@@ -236,7 +233,7 @@ class HostShard:
             self.set_part(REMAINDERS, slice, exact, alone=True)
 
     def exact(self, slice: Slice) -> torch.Tensor:
-        """A copy of the parameter in full precision: fp32 where it is trained, else as it is."""
+        """A copy of the parameter in full precision: the fp32 master if it is trained, else the weight."""
         weight = self.weight_of(slice)
         if not slice.param.trainable or weight.dtype == torch.float32:
             return weight.clone()
@@ -249,7 +246,7 @@ class HostShard:
         return exact
 
     def joined(self, slice: Slice) -> torch.Tensor:
-        """`exact` by PyTorch: on any thread, where kernels run on the HOST lane only, and slower."""
+        """`exact` in PyTorch: slower, but may run on any thread, while kernels run only on the HOST lane."""
         if slice.dtype != torch.bfloat16 or not slice.param.trainable:
             return self.exact(slice)
         weight = self.weight_of(slice)
@@ -260,13 +257,12 @@ class HostShard:
         return torch.where(weight == 0, weight.to(torch.float32), master)
 
     def values(self, slice: Slice, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of the parameter in ``dtype``: the weight itself where it is streamed in that, else the
-        master rounded."""
+        """A copy of the parameter in ``dtype``: the weight if that is its dtype, else the master, rounded."""
         exact = self.weight_of(slice).clone() if dtype == slice.dtype else self.exact(slice)
         return exact.to(dtype)
 
     def copy(self) -> HostShard:
-        """The weights, what makes them masters and the optimizer's state, in memory of their own."""
+        """A copy of the weights, masters and optimizer state."""
         assert not self.uses_disk, "that would bring back what memory has no room for"
         copy = HostShard(self.layout, self.owned, self.disk)
         kept = {purpose.name for purpose in (*MODEL, *ALL_MOMENTS)}
@@ -274,7 +270,7 @@ class HostShard:
         return copy
 
     def give_up(self) -> None:
-        """Hold nothing any more, in memory or on disk."""
+        """Free everything, in memory and on disk."""
         self.held.clear()
         self.disk.drop_all()
         self.weights_on_disk = WeightsOnDisk()
@@ -286,12 +282,12 @@ class HostShard:
 
     @property
     def range(self) -> range:
-        """The elements of the unit's state that an update of this shard is for."""
+        """The elements of the unit's state that an update of this shard covers."""
         return self.updated.elements
 
     def begin(self, purpose: Purpose) -> int:
-        """The element (or block) of the unit with which the piece for ``purpose`` begins, where all that is
-        updated lies as in the unit."""
+        """The number of the unit's element (or block) that corresponds to index 0 of the piece for
+        ``purpose``."""
         if purpose.name not in DIVIDED:
             return 0
         before = sum(len(part.range(purpose)) for part in self.owned.parts[: self.owned.rank])
@@ -299,8 +295,8 @@ class HostShard:
 
 
 class Window(HostShard):
-    """A shard of which some is on disk, as an update sees it: with ``pieces``, by the name of their purpose,
-    that are in memory for now. Those of the state are of one ``chunk``. The rest is that of ``whole``."""
+    """A shard with state or weights on disk, for an update: ``pieces``, by the name of their purpose, are
+    temporarily in memory. Pieces of state are those of one ``chunk``. The rest is that of ``whole``."""
 
     def __init__(
         self, whole: HostShard, pieces: Mapping[str, torch.Tensor], chunk: Chunk | None = None
@@ -323,8 +319,8 @@ class Window(HostShard):
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous ``tensor`` in host memory, with a storage whose holders can be counted and a version
-    counter, which tell who has it and whether it was written, that it shares with no other."""
+    """A contiguous ``tensor`` in host memory, with a storage and a version counter of its own: they tell
+    whether user code holds it, and whether it was written."""
     if tensor.numel() and tensor.device.type == "cpu":
         in_bytes = torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy())
         return in_bytes.view(tensor.dtype).view(tensor.shape).data

@@ -1,5 +1,5 @@
-"""Which share of each unit's optimizer state a rank updates, and what of it each of several machines holds.
-One process is a rank of one. Pure arithmetic.
+"""The shares of each unit's optimizer state that ranks update, and the parts that machines hold. A single
+process is one rank. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from streamer_native import BLOCK, QUANTUM
 
 @dataclass(frozen=True)
 class Share:
-    """Elements ``start`` to ``stop`` of a unit's flat state, the bytes of their gradients, which are those of
-    their weights too, and the blocks of 256 elements that they begin."""
+    """Elements ``start`` to ``stop`` of a unit's flat state, the bytes of their gradients and weights, and
+    the numbers of their blocks of 256 elements."""
 
     start: int
     stop: int
@@ -38,7 +38,7 @@ class Share:
         return slice(self.first_byte, self.stop_byte)
 
     def range(self, purpose: Purpose) -> range:
-        """What the share has of a unit's flat buffer of optimizer state for ``purpose``."""
+        """The share's range in a unit's flat buffer of optimizer state for ``purpose``."""
         if purpose.part is Slice.blocks:
             return range(self.first_block, self.stop_block)
         return self.elements
@@ -47,9 +47,9 @@ class Share:
 def shares_of(layout: Layout, size: int, *, by_parameter: bool = False) -> list[Share]:
     """Cut a unit's state into a share for each of ``size`` ranks, as even as they can be.
 
-    A share begins where a parameter begins, or a multiple of `BLOCK` elements after that, so that an update
-    of shares draws the random bits of an update of the whole, and 8-bit blocks stay whole. With
-    ``by_parameter`` each has whole parameters.
+    A share starts at a parameter, or a multiple of `BLOCK` elements after one. So an update by shares draws
+    the same random bits as an update of the whole, and no 8-bit block is cut. With ``by_parameter`` each
+    share has whole parameters.
     """
     whole = Share(0, layout.state_numel, 0, layout.grad_nbytes, 0, layout.state_blocks)
     return parts_of(layout, whole, size, by_parameter=by_parameter)
@@ -70,7 +70,7 @@ def parts_of(layout: Layout, share: Share, size: int, *, by_parameter: bool = Fa
 
 
 def _cut(layout: Layout, element: int) -> tuple[int, int, int]:
-    """The nearest place at or before ``element`` where a share may begin: an element, its byte, its block."""
+    """The last place at or before ``element`` where a share may start: an element, its byte, its block."""
     begins = [each.index for each in layout.trainable]
     if not begins:
         return 0, 0, 0
@@ -80,8 +80,8 @@ def _cut(layout: Layout, element: int) -> tuple[int, int, int]:
 
 
 def _cut_between(layout: Layout, element: int, share: Share) -> tuple[int, int, int]:
-    """The place nearest to ``element`` in a ``share`` of whole parameters where a parameter begins, or the
-    share ends."""
+    """The start of a parameter, or the end of the share, that is nearest to ``element`` in a ``share`` of
+    whole parameters."""
     places = [(each.index, each.offset, each.block) for each in layout.trainable]
     places.append((share.stop, share.stop_byte, share.stop_block))
     inside = (place for place in places if share.start <= place[0] <= share.stop)
@@ -90,8 +90,9 @@ def _cut_between(layout: Layout, element: int, share: Share) -> tuple[int, int, 
 
 @dataclass(frozen=True)
 class Owned:
-    """What of a unit one rank has to do with: it writes ``share`` on its machine, whose ranks update the
-    ``parts`` of a state, this one's at ``rank``. Where other machines have parts too, it ``is_divided``."""
+    """One rank's part of a unit: it writes ``share`` on its machine. The machine's ranks update the ``parts``
+    of the state; this rank's part is the one at ``rank``. ``is_divided`` if other machines have parts,
+    too."""
 
     share: Share
     parts: tuple[Share, ...]
@@ -101,20 +102,20 @@ class Owned:
 
 @dataclass(frozen=True)
 class Division:
-    """So many ``ranks`` of each machine share a state, which so many ``machines`` divide among them, or of
-    which each has the whole if that is 1. ``by_parameter`` each rank has whole parameters."""
+    """The number of ``ranks`` on each machine that share a state, and of ``machines`` that divide it (with 1,
+    each machine has the whole). With ``by_parameter`` each rank has whole parameters."""
 
     ranks: int = 1
     machines: int = 1
     by_parameter: bool = False
 
     def shares(self, layout: Layout) -> list[Share]:
-        """What each rank of a machine writes of a unit there."""
+        """The share of a unit that each rank of a machine writes there."""
         return shares_of(layout, self.ranks, by_parameter=self.by_parameter)
 
     def parts(self, layout: Layout) -> list[list[Share]]:
-        """By machine what each of its ranks updates of a unit: a part of that rank's share. The other parts
-        of the share are for the ranks of that number of the other machines."""
+        """By machine, the part of a unit that each of its ranks updates: a part of that rank's share. Ranks
+        of the same number on other machines update the other parts."""
         of_ranks = [
             parts_of(layout, share, self.machines, by_parameter=self.by_parameter)
             for share in self.shares(layout)
@@ -122,14 +123,14 @@ class Division:
         return [list(of_machine) for of_machine in zip(*of_ranks, strict=True)]
 
     def owned(self, layout: Layout, *, machine: int = 0, rank: int = 0) -> Owned:
-        """What that ``rank`` of the ``machine`` has to do with; where each machine has the whole of a state,
-        all are alike."""
+        """The part of that ``rank`` of the ``machine``. If each machine has the whole state, machines do not
+        differ."""
         is_divided = self.machines > 1
         parts = self.parts(layout)[machine if is_divided else 0]
         return Owned(self.shares(layout)[rank], tuple(parts), rank, is_divided)
 
     def nbytes(self, purpose: Purpose, layout: Layout) -> int:
-        """Bytes that a unit takes on each machine: as many on all, though parts are not all of one size."""
+        """Bytes of a unit on each machine: those of the largest part, on all."""
         if self.machines == 1 or purpose.name not in DIVIDED:
             return purpose.nbytes(layout)
         if not purpose.numel(layout):
@@ -143,8 +144,8 @@ class Division:
 
 
 def places_of(parts: Sequence[Share], purpose: Purpose, wanted: range) -> Iterator[tuple[int, int, int]]:
-    """What ``parts`` that lie one after the other have of the ``wanted`` elements (or blocks) of a unit: for
-    each piece where it starts and stops in the unit, and where it begins among the parts."""
+    """The pieces of the ``wanted`` elements (or blocks) of a unit that are in ``parts``, which are stored one
+    after the other. For each: its start and stop in the unit, and its start in the stored parts."""
     at = 0
     for part in parts:
         has = part.range(purpose)
@@ -155,7 +156,7 @@ def places_of(parts: Sequence[Share], purpose: Purpose, wanted: range) -> Iterat
 
 
 def within(whole: Stretch, elements: range) -> Stretch:
-    """What of ``whole`` lies among these elements of the unit's state."""
+    """The part of ``whole`` within these elements of the unit's state."""
     start = max(whole.index, elements.start)
     stop = max(start, min(whole.index + whole.numel, elements.stop))
     offset = whole.offset + (start - whole.index) * whole.dtype.itemsize

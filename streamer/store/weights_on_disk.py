@@ -1,4 +1,4 @@
-"""The weights of a unit that are on disk: in a scratch file, or where they lie in somebody else's files."""
+"""The weights of a unit that are on disk: in a scratch file, or in the user's files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from streamer.store.shares import Share, shares_of
 
 #: Bytes of a unit's weights in one piece, a multiple of any alignment.
 WEIGHTS_PIECE = 64 << 20
-#: Buffers of the ring of weights: of the unit that is visited, of the next one, and of one that is read.
+#: Buffers of the ring of weights: for the unit in use, for the next one, and for one that is being read.
 WEIGHT_BUFFERS = 3
 
 
 class Reader(Protocol):
-    """What reads tensors of files: see `streamer.backends.stored_tensors.StoredTensors`."""
+    """Reads tensors from files: see `streamer.backends.stored_tensors.StoredTensors`."""
 
     def open(self, files: Iterable[Path]) -> None: ...
 
@@ -32,9 +32,9 @@ class Reader(Protocol):
 
 
 class WeightsOnDisk:
-    """The weights of one unit that are on disk, laid out as in memory. A unit whose weights are all in memory
-    has an object of this very class, which moves nothing. Callers see to it that nobody reads or writes what
-    is on disk meanwhile. What is this rank's *own* is what it updates; one process updates all."""
+    """The weights of one unit that are on disk, laid out as in memory. This base class is for a unit with all
+    weights in memory, and moves nothing. Callers make sure that only one thread uses the disk. A rank's *own*
+    weights are those it updates; a single process updates all."""
 
     #: whether the unit has none of its weights on disk
     is_empty = True
@@ -44,36 +44,36 @@ class WeightsOnDisk:
     disk_bytes = 0
     #: bytes that `fetch` moves from disk
     read_bytes = 0
-    #: those of what is own, and the bytes that `store` moves there of it
+    #: bytes of own weights that `fetch` and `store` move
     own_read_bytes = 0
     own_written_bytes = 0
-    #: bytes of host memory that are held all the same
+    #: bytes of weights that stay in host memory
     held_bytes = 0
 
     def fetch(self, buffer: torch.Tensor, *, own: bool = False) -> None:
-        """Bring the weights to ``buffer``, flat uint8. With ``own`` it may hold anything in place of the
-        others."""
+        """Read the weights into ``buffer``, flat uint8. With ``own`` the others may be left undefined."""
 
     def store(self, buffer: torch.Tensor, *, own: bool = False) -> None:
-        """Write the weights, or those that are ``own``, which are in ``buffer``, flat uint8, but for what is
-        `unwritable`. If that fails they are lost."""
+        """Write the weights in ``buffer``, flat uint8, or the ``own`` ones, except those that are
+        `unwritable`. If that fails, they are lost."""
 
     def read(self, slice: Slice) -> torch.Tensor:
         """A copy of a parameter."""
         raise AssertionError("the weights are in memory")
 
     def is_stored(self, slice: Slice) -> bool:
-        """Whether a parameter lies in somebody else's file, which is never written."""
+        """Whether a parameter is in a file of the user, which is never written."""
         return False
 
     def unwritable(self, buffer: torch.Tensor) -> list[str]:
-        """The names of parameters that have other values in ``buffer`` and that `store` leaves alone."""
+        """The names of parameters in files of the user whose values in ``buffer`` differ: `store` does not
+        write them."""
         return []
 
 
 def weights_edges(layout: Layout, ranks: int) -> list[int]:
-    """The bytes with which the parts of a unit's weights begin that are written apart from each other: the
-    ranks' shares, and what nobody updates; and the byte where the last part ends."""
+    """The first bytes of the parts of a unit's weights that are written separately (the ranks' shares, and
+    the frozen weights), and the end of the last part."""
     if ranks == 1:
         return [0, layout.nbytes]
     begins = {share.first_byte for share in shares_of(layout, ranks)} | {layout.grad_nbytes}
@@ -83,8 +83,8 @@ def weights_edges(layout: Layout, ranks: int) -> list[int]:
 class WeightsInScratch(WeightsOnDisk):
     """The weights of one unit in a scratch file.
 
-    The ranks' shares of them begin and end anywhere, and a disk moves whole blocks. So a block in which one
-    share ends and the next one begins is on disk twice, once for either rank.
+    The shares of ranks begin and end anywhere, but a disk moves whole blocks. So a block with the end of one
+    share and the start of the next is on disk twice, once for each rank.
     """
 
     is_empty = False
@@ -92,7 +92,7 @@ class WeightsInScratch(WeightsOnDisk):
     def __init__(
         self, layout: Layout, disk: Disk, allocate: Allocate, *, share: Share, ranks: int = 1
     ) -> None:
-        """Of ``ranks`` this one updates ``share``."""
+        """This one of ``ranks`` updates ``share``."""
         self._allocate = allocate
         self._pieces: list[Piece] = []
         for first, stop in pairwise(weights_edges(layout, ranks)):
@@ -108,7 +108,8 @@ class WeightsInScratch(WeightsOnDisk):
 
     def fetch(self, buffer: torch.Tensor, *, own: bool = False) -> None:
         for piece in self._own if own else self._pieces:
-            # the block with which this piece begins may end the piece before, which was read a moment ago
+            # the first block of this piece may also be the last block of the piece before, which was just
+            # read
             before = buffer[piece.start : piece.first].clone()
             piece.read(buffer[piece.moved])
             buffer[piece.start : piece.first] = before
@@ -122,20 +123,20 @@ class WeightsInScratch(WeightsOnDisk):
 
 
 class WeightsInFiles(WeightsOnDisk):
-    """The weights of one unit of which most lie, frozen, in somebody else's files, and are read where they
-    are. The others are held in memory, which ranks share."""
+    """The weights of one unit if most of them are frozen and in files of the user, where they are read. The
+    others stay in memory, which ranks share."""
 
     is_empty = False
 
     def __init__(
         self, layout: Layout, stored: Mapping[str, Pieces], reader: Reader, *, hold: Allocate, share: Share
     ) -> None:
-        """``stored`` are those in files, by name; ``hold`` gives memory for the others, of which this rank
-        updates ``share``."""
+        """``stored`` are those in files, by name; ``hold`` allocates memory for the others. This rank updates
+        ``share``."""
         self._reader = reader
         self._stored = {slice: stored[slice.param.name] for slice in layout.slices if _is_in(slice, stored)}
         held = [slice for slice in layout.slices if slice not in self._stored]
-        self.held_bytes = held_beside(layout, stored)
+        self.held_bytes = bytes_in_memory(layout, stored)
         pieces: Sequence[torch.Tensor] = hold(self.held_bytes).split([slice.nbytes for slice in held])
         self._held = dict(zip(held, pieces, strict=True))
         self._all, self._own = range(layout.nbytes), range(share.first_byte, share.stop_byte)
@@ -177,16 +178,16 @@ class WeightsInFiles(WeightsOnDisk):
 
 
 def stored_part(layout: Layout, stored: Mapping[str, Pieces]) -> dict[str, Pieces]:
-    """Those of the ``stored`` tensors that a unit of this layout reads where they are: its frozen parameters,
-    if they have most of its bytes."""
+    """The ``stored`` tensors that a unit of this layout reads from their files: its frozen parameters, if
+    they have most of its bytes."""
     found = [slice for slice in layout.slices if _is_in(slice, stored)]
     if 2 * sum(slice.nbytes for slice in found) <= layout.nbytes:
         return {}
     return {slice.param.name: stored[slice.param.name] for slice in found}
 
 
-def held_beside(layout: Layout, stored: Mapping[str, Pieces]) -> int:
-    """Bytes of the weights of a unit that are held in memory while those ``stored`` are not."""
+def bytes_in_memory(layout: Layout, stored: Mapping[str, Pieces]) -> int:
+    """Bytes of a unit's weights that stay in memory while the ``stored`` ones are in files."""
     return sum(slice.nbytes for slice in layout.slices if not _is_in(slice, stored))
 
 

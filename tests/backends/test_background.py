@@ -60,10 +60,10 @@ def test_after_an_error_nobody_waits() -> None:
     go_on.set()
     changed.result(10)
     handover.before_change(1, lambda: 0)
-    assert not reading.asked
+    assert not reading.is_awaited
     with pytest.raises(OSError, match="full"):
         reading.result(10)
-    assert reading.asked
+    assert reading.is_awaited
 
 
 def test_begun_work_cannot_be_cancelled() -> None:

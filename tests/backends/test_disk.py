@@ -274,7 +274,7 @@ def test_a_disk_that_is_too_full_is_said_before_anything_is_allocated(folder: Pa
         disk.clear()
         free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
         scratch.extent(free + (free >> 1))
-        with pytest.raises(DiskError, match=r"has no room: (\d+) bytes \(.* GiB\) are asked of it") as raised:
+        with pytest.raises(DiskError, match=r"has no room: (\d+) bytes \(.* GiB\) are needed") as raised:
             scratch.allocate()
         message = str(raised.value)
         assert raised.value.errno == errno.ENOSPC

@@ -121,7 +121,7 @@ def test_a_model_that_cannot_be_built_is_told() -> None:
         (["--device", "mps"], "--device: device='mps' is not supported: use 'cuda' or 'cpu'"),
         (["--output", "nowhere/machine.toml"], "--output nowhere/machine.toml: there is no folder nowhere"),
         (["--output", ".."], "--output ..: it is a folder; give a file in it, such as ../machine.toml"),
-        (["--disk", "nowhere"], "--disk: disk=nowhere: this process sees no such folder"),
+        (["--disk", "nowhere"], "--disk: disk=nowhere: no such folder for this process"),
         (["nothing.toml"], "nothing.toml: No such file or directory"),
     ],
 )

@@ -380,7 +380,7 @@ host                           bytes
   needed                       5,120
   page-locked on a GPU         2,560
   available                  100,000
-  given back by the model        400"""
+  freed by the model             400"""
 
 
 BLOCK = "the largest layer, 'blocks.0', takes 256 bytes; 2048 bytes would do, or lower num_slots to 1"

@@ -234,7 +234,7 @@ def test_an_old_optimizer_does_not_hang_after_unwrap() -> None:
     threading.Thread(target=use, daemon=True).start()
     assert finished.wait(5), "it waits for lanes that have ended"
     assert errors == [
-        "the model that this optimizer updates was unwrapped: make a new optimizer, of torch.optim for a "
+        "the model that this optimizer updates was unwrapped: create a new optimizer, of torch.optim for a "
         "plain model"
     ]
 

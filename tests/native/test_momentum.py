@@ -22,29 +22,29 @@ def gradient(step: int) -> torch.Tensor:
 
 
 class Layout:
-    """A master as the kernels hold it, beside its weight."""
+    """A master as the kernels hold it, next to its weight."""
 
     def __init__(self, dtype: torch.dtype, values: torch.Tensor) -> None:
         self.dtype = dtype
         self.momentum = np.zeros(SIZE, np.float32)
         if dtype == torch.bfloat16:
-            self.weight, self.beside = np.zeros(SIZE, np.uint16), np.zeros(SIZE, np.uint16)
-            native.split(values.numpy(), self.weight, self.beside)
+            self.weight, self.master_data = np.zeros(SIZE, np.uint16), np.zeros(SIZE, np.uint16)
+            native.split(values.numpy(), self.weight, self.master_data)
         elif dtype == torch.float16:
-            self.weight, self.beside = values.half().numpy(), values.numpy().copy()
+            self.weight, self.master_data = values.half().numpy(), values.numpy().copy()
         else:
-            self.weight, self.beside = values.numpy().copy(), None
+            self.weight, self.master_data = values.numpy().copy(), None
 
     def arrays(self, step: int) -> tuple[Any, ...]:
         grad = gradient(step).to(self.dtype)
         bits = grad.view(torch.uint16) if self.dtype == torch.bfloat16 else grad
-        return self.weight, self.beside, bits.numpy(), self.momentum
+        return self.weight, self.master_data, bits.numpy(), self.momentum
 
     def master(self) -> np.ndarray:
         if self.dtype != torch.bfloat16:
-            return self.weight if self.beside is None else self.beside
+            return self.weight if self.master_data is None else self.master_data
         master = np.zeros(SIZE, np.float32)
-        native.join(self.weight, self.beside, master)
+        native.join(self.weight, self.master_data, master)
         return master
 
 
@@ -93,10 +93,10 @@ def test_a_gradient_that_is_not_finite_reaches_the_master() -> None:
         lambda *arrays: native.sgd(*arrays, lr=0.1, weight_decay=0.1, decay=0.9, gain=1.0, nesterov=False),
     ):
         layout = Layout(torch.bfloat16, torch.ones(SIZE))
-        weight, beside, grad, momentum = layout.arrays(0)
+        weight, master_data, grad, momentum = layout.arrays(0)
         grad = grad.copy()
         grad[3] = 0x7FC0
-        kernel(weight, beside, grad, momentum)
+        kernel(weight, master_data, grad, momentum)
         assert np.isnan(layout.master()[3]) and np.isfinite(layout.master()[4:]).all()
 
 

@@ -357,7 +357,7 @@ def test_a_file_that_changes_is_an_error(tmp_path: Path) -> None:
     a_step(model, optimizer, 0)
     was = path.stat().st_mtime_ns
     os.utime(path, ns=(1, 1))
-    with pytest.raises(DiskError, match=f"{path} has changed since the model was made"):
+    with pytest.raises(DiskError, match=f"{path} has changed since the model was created"):
         for number in (1, 2):
             a_step(model, optimizer, number)
     os.utime(path, ns=(was, was))

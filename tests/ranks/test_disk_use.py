@@ -354,7 +354,7 @@ TOLD: dict[str, tuple[str, str | None]] = {
         "RanksError: allocating scratch files has failed on rank 0: DiskError: .*has no room",
     ),
     "has_no_folder": ("RanksError: rank 1 has failed: DiskError", "DiskError: .*no such folder"),
-    "has_no_disk": ("ValueError: the ranks were not given the same: rank 0 has 'disk=given'",) * 2,
+    "has_no_disk": ("ValueError: the ranks' options or models differ: rank 0 has 'disk=set'",) * 2,
     "writes_a_file": (
         "RuntimeError: 'layers.4.up.base.weight' is frozen and read from its file",
         "RanksError: writing what the ranks share has failed on rank 0",

@@ -220,8 +220,8 @@ BROKEN = ("ValueError: the disk is broken", "RanksError: rank 0 has failed: Valu
 
 #: What rank 0 is told, and rank 1.
 TOLD = {
-    "other_model": (("ValueError: the ranks were not given the same: .*'root: norm.bias",) * 2),
-    "other_options": ("ValueError: the ranks were not given the same: rank 0 has 'num_slots=1'",) * 2,
+    "other_model": (("ValueError: the ranks' options or models differ: .*'root: norm.bias",) * 2),
+    "other_options": ("ValueError: the ranks' options or models differ: rank 0 has 'num_slots=1'",) * 2,
     "wrap_fails": (
         "RanksError: rank 1 has failed: ValueError: num_slots=0",
         "ValueError: num_slots=0",

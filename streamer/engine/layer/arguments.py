@@ -38,9 +38,9 @@ class PassedOn:
     places: Sequence[int | None]
 
     def __call__(self, tensors: Tensors) -> Any:
-        made = iter(tensors)
-        given = tensors[self.places.count(None) :]
-        return self.rebuild([next(made) if place is None else given[place] for place in self.places])
+        own = iter(tensors)
+        inputs = tensors[self.places.count(None) :]
+        return self.rebuild([next(own) if place is None else inputs[place] for place in self.places])
 
 
 def passed_on(outputs: list[torch.Tensor], rebuild: Rebuild, inputs: Tensors) -> Outputs:

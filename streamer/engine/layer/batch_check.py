@@ -112,11 +112,11 @@ def run_in_slices(
     joined: Joined | None = None
     try:
         for number, run in enumerate(runs):
-            given = cut.inputs(inputs, number)
-            outputs, rebuild = run(given)
+            part = cut.inputs(inputs, number)
+            outputs, rebuild = run(part)
             if joined is None:
                 joined = Joined(call.unit.name, cut, _parts(cut, call, weights, inputs, outputs))
-            joined.add(number, outputs, rebuild, given)
+            joined.add(number, outputs, rebuild, part)
     except Exception as error:
         if inputs[cut.hidden].is_meta and not isinstance(error, torch.OutOfMemoryError):
             raise AmbiguousBatchError(
@@ -169,9 +169,9 @@ class _Pair:
         self.cut = cut._replace(slices=cut.slices[:2])
         lengths = [length for _, length in self.cut.slices]
         self.both = cut._replace(slices=[(0, sum(lengths))]).inputs(inputs, 0)
-        self.given = [self.cut.inputs(self.both, number) for number in range(2)]
+        self.slices = [self.cut.inputs(self.both, number) for number in range(2)]
         self.together = call.run_aside(weights, self.both)
-        self.apart = [call.run_aside(weights, each) for each in self.given]
+        self.apart = [call.run_aside(weights, each) for each in self.slices]
         # `Joined` finds tensors that only some slices have returned
         of_each = zip(self.together[0], *(outputs for outputs, _ in self.apart), strict=False)
         self.parts = [_part(cut.dim, lengths, tensors) for tensors in of_each]
@@ -186,7 +186,7 @@ def _compare(cut: BatchSlices, call: Runs, weights: torch.Tensor, inputs: Tensor
         pair = _Pair(cut, call, weights, inputs)
     joined = Joined(unit.name, pair.cut, pair.parts)
     for number, (outputs, rebuild) in enumerate(pair.apart):
-        joined.add(number, outputs, rebuild, pair.given[number])
+        joined.add(number, outputs, rebuild, pair.slices[number])
     is_cast = any(enabled for _, enabled, _ in autocast_settings(weights.device))
     tolerance = ROUNDING if is_cast or any(map(_is_short, (*unit.params, *pair.both))) else ROUNDING_FP32
     apart, together = joined.rebuild([*joined.tensors, *pair.both]), _result(pair.together, pair.both)
@@ -247,16 +247,16 @@ class _WithoutDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
+        options = dict(kwargs or {})
         if func in _DROPOUTS:
-            given["training"] = False
+            options["training"] = False
         elif func is torch.dropout:
-            return given.get("input", next(iter(args), None))
+            return options.get("input", next(iter(args), None))
         elif func is F.scaled_dot_product_attention and len(args) > 4:
             args = (*args[:4], 0.0, *args[5:])
         elif func is F.scaled_dot_product_attention:
-            given["dropout_p"] = 0.0
-        return func(*args, **given)
+            options["dropout_p"] = 0.0
+        return func(*args, **options)
 
 
 _DROPOUTS = frozenset(

@@ -56,7 +56,7 @@ from streamer.engine.layer.micro_batches import (
 )
 from streamer.engine.layer.recorded import RecordingForward
 from streamer.engine.layer.refusals import MEANINGS, refuse_dual, refuse_transforms
-from streamer.engine.layer.slot_views import InContexts, Remade, SlotView, place_of
+from streamer.engine.layer.slot_views import InContexts, RebuiltView, SlotView, place_of
 from streamer.engine.layer.stand_in import HAD
 from streamer.engine.layer.surroundings import past_checkpoints, uncached_autocast, without_own_checkpoint
 from streamer.engine.paging.executor import Executor
@@ -201,7 +201,7 @@ class LayerRun:
         leaves, owners = unit.leaves(weights), storage_owners(weights)
         frame.weights, frame.inputs = weights, self._inputs
         try:
-            unit.show(leaves)
+            unit.swap_in(leaves)
             with past_checkpoints(), uncached_autocast(weights.device):
                 run = self._with_graph if self.policy.keeps_graph else self._checkpointed
                 outputs = apart(run(weights), (weights, *inputs))
@@ -227,7 +227,7 @@ class LayerRun:
         held: dict[int, int] = {}
         frame = self._frame
 
-        def pack(saved: torch.Tensor) -> Saved | SlotView | Remade:
+        def pack(saved: torch.Tensor) -> Saved | SlotView | RebuiltView:
             if aliases(saved, weights):
                 return place_of(saved, weights)
             held.update(storages([saved]))
@@ -235,7 +235,7 @@ class LayerRun:
             # of an input's leaf is about to be freed
             return Saved.now(saved.detach())
 
-        def unpack(saved: Saved | SlotView | Remade) -> torch.Tensor:
+        def unpack(saved: Saved | SlotView | RebuiltView) -> torch.Tensor:
             slot = frame.check()
             return saved.unchanged() if isinstance(saved, Saved) else saved.view(slot)
 
@@ -268,7 +268,7 @@ class LayerRun:
             if self._contexts is not None:
                 self._contexts.point(unit, weights)
             # also for checkpoints inside the layer, which run a part of it again
-            unit.show(unit.leaves(weights))
+            unit.swap_in(unit.leaves(weights))
             _go_through(pairs, self._inputs, collector, keeps)
         finally:
             unit.restore()
@@ -411,9 +411,9 @@ class LayerCall:
         else:
             joined = JoinedGradients(cut, self._shapes)
             for number, run in enumerate(self.runs):
-                given = cut.inputs(inputs, number) if self.saves_inputs else ()
+                part = cut.inputs(inputs, number) if self.saves_inputs else ()
                 incoming = cut.gradients(gradients, self._parts, number)
-                joined.add(number, run.go_back(weights, given, incoming, collector))
+                joined.add(number, run.go_back(weights, part, incoming, collector))
             found = joined.tensors
         used = [False] * len(unit.trainable) if collector is None else collector.finish()
         return used, found
@@ -552,15 +552,15 @@ class StreamedLayer:
         outputs, rebuild_result = flatten(forward(*args, **kwargs))
         # it may return one of its own arguments
         own = {id(tensor) for tensor in inputs}
-        made = iter(apart([out for out in outputs if id(out) not in own], (weights,)))
-        return rebuild_result([out if id(out) in own else next(made) for out in outputs])
+        own_outputs = iter(apart([out for out in outputs if id(out) not in own], (weights,)))
+        return rebuild_result([out if id(out) in own else next(own_outputs) for out in outputs])
 
     def _infer_in_slices(
-        self, weights: torch.Tensor, cut: BatchSlices, call: Call, given: Sequence[Any], inputs: Tensors
+        self, weights: torch.Tensor, cut: BatchSlices, call: Call, arguments: Sequence[Any], inputs: Tensors
     ) -> Any:
         def run(part: Tensors) -> Outputs:
             outputs, rebuild = call.run(part)
             return apart(outputs, (weights, *part)), rebuild
 
         joined = run_in_slices(cut, call, weights, inputs, [run] * len(cut.slices))
-        return hand_over(given, joined.rebuild([*joined.tensors, *inputs]))
+        return hand_over(arguments, joined.rebuild([*joined.tensors, *inputs]))

@@ -138,15 +138,15 @@ class Joined:
         self._cut = cut
         self._constants: list[object] = []
 
-    def add(self, number: int, outputs: Tensors, rebuild: Rebuild, given: Tensors) -> None:
-        """Slice ``number`` ran on the tensors ``given`` and has returned the result that ``rebuild`` builds
-        from ``outputs`` and ``given``.
+    def add(self, number: int, outputs: Tensors, rebuild: Rebuild, inputs: Tensors) -> None:
+        """Slice ``number`` ran on the tensors ``inputs`` and has returned the result that ``rebuild`` builds
+        from ``outputs`` and ``inputs``.
 
         Raises ValueError if it does not fit the results of other slices.
         """
         if any(map(is_sparse, outputs)):
             raise self._cannot_join("returns a sparse tensor, which PyTorch cannot put together")
-        found = constants(rebuild([*outputs, *given]))
+        found = constants(rebuild([*outputs, *inputs]))
         if number == 0:
             self._constants, self.rebuild = found, rebuild
         if found != self._constants or len(outputs) != len(self.parts):
@@ -245,7 +245,7 @@ class MicroBatches:
             return None
         if any(tensor.is_nested for tensor in inputs):
             return None  # PyTorch cannot take a part of it
-        names = self._names(self._given(self._signature, args, kwargs))
+        names = self._names(self._by_name(self._signature, args, kwargs))
         hidden = self._hidden(names, inputs)
         if hidden is None:
             return None
@@ -298,7 +298,7 @@ class MicroBatches:
                 f"{', '.join(map(repr, kwargs)) or 'none'}"
             )
 
-    def _given(
+    def _by_name(
         self, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[tuple[str, object]]:
         """The arguments by name, in the signature's order."""
@@ -307,17 +307,17 @@ class MicroBatches:
         except TypeError:
             # the layer's own forward is about to raise this error
             return []
-        given: list[tuple[str, object]] = []
+        named: list[tuple[str, object]] = []
         for name, value in bound.items():
             is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-            given.extend(value.items() if is_rest else [(name, value)])
-        return given
+            named.extend(value.items() if is_rest else [(name, value)])
+        return named
 
-    def _names(self, given: Sequence[tuple[str, object]]) -> dict[int, str]:
+    def _names(self, named: Sequence[tuple[str, object]]) -> dict[int, str]:
         """The name of each tensor's argument, by the tensor's identity; of several names, one that is in
         ``batch_dims``."""
         names: dict[int, str] = {}
-        for name, value in given:
+        for name, value in named:
             for tensor in flatten(value)[0]:
                 other = names.setdefault(id(tensor), name)
                 if name not in self._batch_dims:

@@ -1,4 +1,5 @@
-"""References of a layer's own graph to a slot: places in it, since its backward runs on another slot."""
+"""References of a layer's own graph to a slot, stored as places: the layer's backward runs on another
+slot."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch.autograd.graph import Node
 from streamer.engine.guard import as_plain
 from streamer.engine.tensors.nested import Tensors, reachable
 from streamer.engine.unit import Unit
-from streamer.quantized.parts import aliases, plain_parts, remade
+from streamer.quantized.parts import aliases, plain_parts, rebuilt
 from streamer.torch_private import is_sparse
 
 
@@ -33,25 +34,27 @@ class SlotView(NamedTuple):
         return weights.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
-class Remade(NamedTuple):
+class RebuiltView(NamedTuple):
     """A saved tensor that is sparse or of a subclass: the places of its parts in the slot, or the parts
-    themselves if they are elsewhere (indices). ``like`` is the model for rebuilding it."""
+    themselves if they are elsewhere (indices). ``template`` is the model for rebuilding it."""
 
-    like: torch.Tensor
+    template: torch.Tensor
     parts: tuple[SlotView | torch.Tensor, ...]
 
     def view(self, weights: torch.Tensor) -> torch.Tensor:
         """The same tensor, rebuilt from parts in the slot ``weights``."""
         parts = (part.view(weights) if isinstance(part, SlotView) else part for part in self.parts)
-        return remade(self.like, [*parts])
+        return rebuilt(self.template, [*parts])
 
 
-def place_of(saved: torch.Tensor, weights: torch.Tensor) -> SlotView | Remade:
+def place_of(saved: torch.Tensor, weights: torch.Tensor) -> SlotView | RebuiltView:
     parts = plain_parts(saved)
     if parts[0] is saved:
         return SlotView.of(saved)
-    without = remade(saved, [torch.empty_like(part, device="meta") for part in parts])
-    return Remade(without, tuple(SlotView.of(part) if aliases(part, weights) else part for part in parts))
+    without = rebuilt(saved, [torch.empty_like(part, device="meta") for part in parts])
+    return RebuiltView(
+        without, tuple(SlotView.of(part) if aliases(part, weights) else part for part in parts)
+    )
 
 
 class InContexts:
@@ -84,12 +87,12 @@ class InContexts:
 
 def _contexts(outputs: Tensors) -> Iterator[dict[str, Any]]:
     """The attributes of the contexts of the custom functions in the graph of ``outputs``."""
-    seen: set[Node] = set()
+    found: set[Node] = set()
     nodes = [output.grad_fn for output in outputs]
     while nodes:
         node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
+        if node is not None and node not in found:
+            found.add(node)
             nodes.extend(before for before, _ in node.next_functions)
             if issubclass(type(node), BackwardCFunction):
                 yield vars(node)

@@ -120,7 +120,7 @@ class Reduced:
         self._squares = squares
 
     def __call__(self) -> torch.Tensor:
-        assert self._squares is not None, "it has landed"
+        assert self._squares is not None, "the gradient is averaged"
         return self._squares
 
     def set(self, used: int, squares: torch.Tensor) -> None:
@@ -368,11 +368,11 @@ class AcrossRanks:
         """Gradients are dropped, or a backward starts afresh."""
         self._used, self._new, self._num_reduced = {}, {}, 0
 
-    def before_updates(self, units: Sequence[int], told: str) -> None:
-        """Updates of ``units`` are about to be issued; ``told`` describes the values that must be the same on
-        all ranks."""
+    def before_updates(self, units: Sequence[int], description: str) -> None:
+        """Updates of ``units`` are about to be issued; ``description`` has the values that must be the same
+        on all ranks."""
         if not self.ranks.is_alone:
-            self._agree(tuple(units), f"optimizer.step() of {len(units)} units ({told})")
+            self._agree(tuple(units), f"optimizer.step() of {len(units)} units ({description})")
 
     def root_offloaded(self) -> None:
         """The whole root gradient is about to be read; each rank has copied its share to the host."""

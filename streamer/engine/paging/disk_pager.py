@@ -181,7 +181,7 @@ class DiskPager:
         elif self._store.is_shared:
             self._update_share(unit, work, nbytes, source)
         elif source == ops.gradient(unit):
-            assert unit not in self._issuer.deferred, "what asks for an update has waited for the one before"
+            assert unit not in self._issuer.deferred, "an update waits for the previous one"
             self._updated_in[unit] = Phase.FORWARD
             self._issuer.deferred[unit] = partial(self._update_in_ring, unit, work, nbytes, source)
         else:

@@ -85,14 +85,14 @@ class EarlyUpdates:
 
     def ask(self, unit: Unit, used: Sequence[bool]) -> list[Update]:
         """The updates of ``unit``. ``used`` tells which of its trainable parameters have a gradient."""
-        asked = {
+        updates = {
             reference: update
             for reference in self._updaters
             if (updater := reference()) is not None and (update := updater(unit, used)) is not None
         }
-        self._updated[unit.index] = {*asked}
+        self._updated[unit.index] = {*updates}
         self._has_finished = False
-        return [*asked.values()]
+        return [*updates.values()]
 
     def finish_backward(self) -> None:
         """Backward has finished all its layers."""
@@ -105,7 +105,7 @@ class EarlyUpdates:
             self._has_finished = True
 
     def next_step(self, updater: Updater | None = None) -> list[str]:
-        """The optimizer of ``updater`` has made a step, or all optimizers have. Returns the names of the
+        """The optimizer of ``updater`` has taken a step, or all optimizers have. Returns the names of the
         layers whose update was skipped since the last one."""
         if updater is None:
             self._updated.clear()

@@ -46,7 +46,7 @@ from streamer.engine.paging.structure import Structure
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Hazards, Issuer
 from streamer.engine.schedule.op import ROOT
-from streamer.engine.schedule.order import Phase, Visit
+from streamer.engine.schedule.order import LayerUse, Phase
 from streamer.engine.tensors.saved import SavedBytes
 from streamer.engine.unit import Unit
 from streamer.store.host import HostStore
@@ -54,12 +54,12 @@ from streamer.store.layout import Slice
 from streamer.store.ledger import UNLIMITED, Tier, host
 from streamer.store.placement import make_room, place_moments, ring_bytes
 from streamer.store.purposes import (
-    ASKED_FOR,
     MASTERING,
     OPTIMIZER_STATE,
     SAVED_INPUTS,
     STATE_RING,
     UPDATE_SCRATCH,
+    WEIGHT_COPIES,
     Purpose,
     of_all_ranks,
 )
@@ -334,7 +334,7 @@ class Executor:
             self.inputs.settle()
             self.budget.begin_forward(unit.index)
             with (
-                self.pager.visited(unit, Visit(unit.index, phase)) as slot,
+                self.pager.resident(unit, LayerUse(unit.index, phase)) as slot,
                 self.issuer.computing(ops.forward(unit.index, slot)),
             ):
                 yield self.pager.slots.buffers[slot]
@@ -352,7 +352,7 @@ class Executor:
             self._running(unit),
             self.gradients.slot_for(unit) as into,
             self.inputs.using(saved) as (inputs, places),
-            self.pager.visited(unit, Visit(unit.index, Phase.BACKWARD)) as slot,
+            self.pager.resident(unit, LayerUse(unit.index, Phase.BACKWARD)) as slot,
         ):
             self.inputs.prefetch(saved)
             with self.issuer.computing(ops.backward(unit.index, slot, into, places)):
@@ -477,7 +477,7 @@ class Executor:
 
     @never_traced
     def finish_backward(self) -> None:
-        """Block until the gradients of all layers are in host memory, where ``p.grad`` shows them."""
+        """Block until the gradients of all layers are in host memory, in ``p.grad``."""
         self.gradients.finish_backward()
         self._run_hooks()
         if not self.gradients.are_kept:
@@ -511,26 +511,26 @@ class Executor:
         with self.lock:  # while the lock is held, no other thread runs a layer
             self.pager.check_idle(unit)
 
-    def step(self, updates: Mapping[int, tuple[ShardUpdate, int]], told: str = "") -> None:
+    def step(self, updates: Mapping[int, tuple[ShardUpdate, int]], description: str = "") -> None:
         """Queue updates of host shards. ``updates`` has, by unit, its update and the bytes of memory that the
-        update moves; ``told`` describes the values that must be the same on all ranks.
+        update moves; ``description`` has the values that must be the same on all ranks.
 
         They run in the order of the next forward, and a unit is unsharded only after its update. So this may
         return before any update has begun.
         """
         with self.lock:
             self.check_thread(self.caller())
-            self._step(updates, told)
+            self._step(updates, description)
             self.end_pass()
 
-    def _step(self, updates: Mapping[int, tuple[ShardUpdate, int]], told: str) -> None:
+    def _step(self, updates: Mapping[int, tuple[ShardUpdate, int]], description: str) -> None:
         self.pager.fill_alone(False)
         self.pager.refresh()
         self._host_watch.check(self.host_bytes)
         if not self.ranks.is_alone:
             # the other ranks write shards that this rank is saving in a checkpoint
             self.wait_for_saving()
-        self.across.before_updates([*updates], told)
+        self.across.before_updates([*updates], description)
         self.gradients.take_in()
         if ROOT in updates:
             self.gradients.offload_root()
@@ -585,13 +585,13 @@ class Executor:
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes that the wrapped model holds in host memory, by purpose."""
-        beside = {
+        others = {
             SAVED_INPUTS: self.inputs.places.nbytes,
-            ASKED_FOR: self.pager.parameters.copied_bytes(),
+            WEIGHT_COPIES: self.pager.parameters.copied_bytes(),
             OPTIMIZER_STATE: sum(self.optimizer_state.values()),
             UPDATE_SCRATCH: self.scratch_bytes(),
         }
-        return self.store.bytes_by_purpose() | {name: nbytes for name, nbytes in beside.items() if nbytes}
+        return self.store.bytes_by_purpose() | {name: nbytes for name, nbytes in others.items() if nbytes}
 
     def scratch(self, numel: int) -> torch.Tensor:
         """Memory shared by the updates in the HOST lane, one at a time: [2, ``numel`` or more] in fp32."""
@@ -696,18 +696,18 @@ class Executor:
             {OPTIMIZER_STATE: of_optimizers} if of_optimizers else {}
         )
 
-    def place_moments(self, purposes: Sequence[Purpose], given_up: Sequence[Purpose]) -> frozenset[int]:
+    def place_moments(self, purposes: Sequence[Purpose], dropped: Sequence[Purpose]) -> frozenset[int]:
         """The positions of the units whose optimizer state for ``purposes`` goes to disk and replaces that
-        for ``given_up``. The first rank decides for all.
+        for ``dropped``. The first rank decides for all.
 
         Raises MemoryError if there is too little memory for the rings that state on disk passes through.
         """
-        decide = partial(self._place_moments, purposes, given_up)
+        decide = partial(self._place_moments, purposes, dropped)
         return self.ranks.on_first("a place for the moments", decide)
 
-    def _place_moments(self, purposes: Sequence[Purpose], given_up: Sequence[Purpose]) -> frozenset[int]:
+    def _place_moments(self, purposes: Sequence[Purpose], dropped: Sequence[Purpose]) -> frozenset[int]:
         store, ranks = self.store, self.store.division.ranks
-        goes = {purpose.name for purpose in given_up} | {STATE_RING}
+        goes = {purpose.name for purpose in dropped} | {STATE_RING}
         held = of_all_ranks(store.bytes_by_purpose(), ranks)
         room = self.host_available() + sum(held[name] for name in goes & held.keys())
         room -= max(0, self._for_inputs - self.inputs.places.nbytes * ranks)

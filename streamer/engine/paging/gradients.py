@@ -35,7 +35,7 @@ import streamer_native as native
 from streamer.engine.guard import Access, Kind, Tag, as_plain
 from streamer.engine.paging.across_ranks import AcrossRanks, Reduced
 from streamer.engine.paging.early_updates import EarlyUpdates
-from streamer.engine.paging.host_gradient import Foreign, HostGradient, is_summed
+from streamer.engine.paging.host_gradient import Assigned, HostGradient, is_summed
 from streamer.engine.paging.norms import Norms, Squares, sum_squares
 from streamer.engine.paging.pager import Pager
 from streamer.engine.schedule import op as ops
@@ -249,16 +249,16 @@ class Gradients:
             source, into = self.slots.buffers[slot][share], self._gradient(unit)[share]
             op = ops.offload_grad(unit.index, slot, ops.gradient(unit.index), source.numel())
             self._issuer.issue(op, lambda: self._issuer.backend.copy(into, source))
-            self.held[unit.index].show(used)
+            self.held[unit.index].set_grads(used)
             self.norms.keep(unit, squares)
         return False
 
-    def _make_room(self, unit: Unit, which: Sequence[bool], *, summed: bool = False) -> None:
+    def _make_room(self, unit: Unit, selected: Sequence[bool], *, summed: bool = False) -> None:
         held = self.held[unit.index]
-        if any(which) and held.is_kept():
+        if any(selected) and held.is_kept():
             # running work also holds the memory
             self._issuer.wait((ops.gradient(unit.index),), to_write=True)
-        held.make_room(which, summed=summed)
+        held.make_room(selected, summed=summed)
 
     def _update(self, unit: Unit, slot: int, used: Sequence[bool], reduced: Reduced | None) -> None:
         """Copy the gradient in ``slot`` to the ring, and update the unit from it."""
@@ -267,12 +267,12 @@ class Gradients:
         self._pager.parameters.begin_flight(unit)
         number, self._next = self._next, (self._next + 1) % len(self._staging)
         share = self._store.shards[unit.index].updated.gradient
-        landed, source = self._staging[number], self.slots.buffers[slot][share]
+        staged, source = self._staging[number], self.slots.buffers[slot][share]
         offload = ops.offload_grad(unit.index, slot, ops.staging(number), source.numel())
-        self._issuer.issue(offload, lambda: self._issuer.backend.copy(landed[share], source))
+        self._issuer.issue(offload, lambda: self._issuer.backend.copy(staged[share], source))
         for update in updates:
             update.begin()
-            work = partial(update.work, gradient=landed, reduced=reduced)
+            work = partial(update.work, gradient=staged, reduced=reduced)
             self._pager.update(unit, work, update.nbytes, ops.staging(number))
         self._across.after_update(unit)
 
@@ -280,7 +280,7 @@ class Gradients:
     def _add(self, unit: Unit, slot: int, used: Sequence[bool], squares: Squares) -> None:
         """Add the gradient in ``slot`` to the present gradients, in one pass over each."""
         held = self.held[unit.index]
-        if held.foreign():
+        if held.assigned():
             self.take_in()
         params = unit.trainable
         has_grad = [param.grad is not None for param in params]
@@ -311,8 +311,8 @@ class Gradients:
 
         # reads the staged gradient and the host gradient, writes the latter
         self._issuer.issue(ops.accumulate(unit.index, slot, 3 * layout.grad_nbytes), accumulate)
-        held.show(begin, summed=True)
-        held.show(new)
+        held.set_grads(begin, summed=True)
+        held.set_grads(new)
         is_all = both == has_grad and not any(new)
         self.norms.keep(unit, (lambda: sum(found)) if is_all else None)
 
@@ -336,7 +336,7 @@ class Gradients:
         self._under_way.clear()
         self._across.finish_backward(self.held, self.norms, self._added)
         self._added.clear()
-        self.norms.landed()
+        self.norms.arrived()
         self._collect_root()
         self.early.finish_backward()
 
@@ -346,9 +346,9 @@ class Gradients:
         self._root_is_added_to = self._root_is_written = False
         self.norms.keep(self._root, None)
         root = self.held[ROOT]
-        if foreign := root.foreign():
+        if assigned := root.assigned():
             self.before_write(self._root)
-            root.take_in(self._apart(foreign))
+            root.take_in(self._apart(assigned))
 
     @as_plain
     def before_adding(self, unit: Unit, position: int) -> None:
@@ -379,28 +379,28 @@ class Gradients:
     def take_in(self) -> None:
         """Copy gradients that the user has assigned (``p.grad = x``) into our buffers. All are read first,
         since two layers' gradients may be swapped."""
-        foreign = {index: self._apart(held.foreign()) for index, held in self.held.items()}
-        of_layers = [each for index, found in foreign.items() for each in found if index != ROOT]
+        assigned = {index: self._apart(held.assigned()) for index, held in self.held.items()}
+        of_layers = [each for index, found in assigned.items() for each in found if index != ROOT]
         if of_layers:
             self._across.ranks.exchange("taking over gradients that were put in place of ours")
-        for index, found in foreign.items():
+        for index, found in assigned.items():
             if found:
                 unit = self._root if index == ROOT else self._units[index]
                 self.before_write(unit)
                 self.held[index].take_in(found)
                 self.norms.keep(unit, None)
 
-    def _apart(self, foreign: Sequence[Foreign]) -> list[Foreign]:
-        """``foreign``, with copies of gradients that are in another parameter's place, which may be written
+    def _apart(self, assigned: Sequence[Assigned]) -> list[Assigned]:
+        """``assigned``, with copies of gradients that are in another parameter's place, which may be written
         first."""
         ours = (
             {storage_id(memory) for held in self.held.values() for memory in held.memories()}
-            if foreign
+            if assigned
             else ()
         )
         return [
             each._replace(grad=each.grad.clone()) if storage_id(each.grad) in ours else each
-            for each in foreign
+            for each in assigned
         ]
 
     def offload_root(self) -> None:
@@ -479,12 +479,12 @@ class Gradients:
             self._under_way.discard(unit.index)
 
     def touched(
-        self, unit: Unit, shown: torch.Tensor, *, wrote: bool, is_aliased: bool, shrinks: bool
+        self, unit: Unit, view: torch.Tensor, *, wrote: bool, is_aliased: bool, shrinks: bool
     ) -> None:
         """User code has got the memory of a gradient of ``unit``, or ``wrote`` it. ``shrinks`` means that it
         only multiplied the gradient by a number from -1 to 1."""
         if is_aliased:
-            self.held[unit.index].give(shown)
+            self.held[unit.index].note_alias(view)
         self.norms.written(unit, shrinks=shrinks)
         self._root_is_written |= wrote and unit is self._root
 
@@ -493,7 +493,7 @@ class Gradients:
         layers."""
         if self.are_kept:
             return
-        if self._root_is_written or (not self._root_is_added_to and self.held[ROOT].foreign()):
+        if self._root_is_written or (not self._root_is_added_to and self.held[ROOT].assigned()):
             raise RuntimeError(
                 "gradients were written (by clip_grad_norm_?) between backward and step(), but "
                 "update='backward' has updated the layers before: wrap with update='step' to clip or to "

@@ -32,7 +32,7 @@ def is_summed(param: torch.Tensor) -> bool:
     return param.dtype != FP32 and (grad := param.grad) is not None and grad.dtype == FP32
 
 
-class Foreign(NamedTuple):
+class Assigned(NamedTuple):
     """A gradient that user code or autograd has assigned to ``p.grad``; ``position`` is its parameter's."""
 
     position: int
@@ -51,13 +51,13 @@ class Buffer:
         self._slices = slices
         self._tag = tag
         self._summed = summed
-        self.shown = [self._show(position) for position in range(len(slices))]
-        self._addresses = [*map(_ADDRESS, self.shown)]
+        self.views = [self._view(position) for position in range(len(slices))]
+        self._addresses = [*map(_ADDRESS, self.views)]
         #: whether user code has got the memory in another tensor or an array
-        self.is_given = False
+        self.may_be_aliased = False
         self._owners = 0 if memory.is_meta else storage_owners(memory)
 
-    def _show(self, position: int) -> torch.Tensor:
+    def _view(self, position: int) -> torch.Tensor:
         slice = self._slices[position]
         place = slice.state(self.memory) if self._summed else slice.view(self.memory)
         return place if self._tag is None else GuardedTensor.of(place, self._tag)
@@ -65,48 +65,48 @@ class Buffer:
     def place(self, position: int) -> torch.Tensor:
         """The tensor of a place. It is a new tensor if the memory of the old one was replaced (``p.grad.data
         = x``)."""
-        if self.shown[position].data_ptr() != self._addresses[position]:
-            self.shown[position] = self._show(position)
-        return self.shown[position]
+        if self.views[position].data_ptr() != self._addresses[position]:
+            self.views[position] = self._view(position)
+        return self.views[position]
 
-    def shows(self, position: int, grad: torch.Tensor) -> bool:
+    def owns(self, position: int, grad: torch.Tensor) -> bool:
         """Whether ``grad`` is ours, and still has our memory (``p.grad.data = x`` replaces it)."""
-        return grad is self.shown[position] and grad.data_ptr() == self._addresses[position]
+        return grad is self.views[position] and grad.data_ptr() == self._addresses[position]
 
-    def shows_all(self, grads: Sequence[torch.Tensor | None]) -> bool:
-        """`shows`, for a gradient of each parameter."""
+    def owns_all(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        """`owns`, for a gradient of each parameter."""
         # called several times a step, and nearly always true: no frame for each parameter
-        is_all = len(grads) == len(self.shown) and all(map(operator.is_, grads, self.shown))
-        return is_all and [*map(_ADDRESS, self.shown)] == self._addresses
+        is_all = len(grads) == len(self.views) and all(map(operator.is_, grads, self.views))
+        return is_all and [*map(_ADDRESS, self.views)] == self._addresses
 
-    def shows_some(self, grad: torch.Tensor | None) -> bool:
+    def owns_any(self, grad: torch.Tensor | None) -> bool:
         """Whether ``grad`` is one of ours."""
-        return grad is not None and any(grad is each for each in self.shown)
+        return grad is not None and any(grad is each for each in self.views)
 
     def is_aliased(self) -> bool:
         """Whether user code holds the buffer's memory. Running work holds it, too."""
-        if self.is_given and storage_owners(self.memory) <= self._owners:
-            self.is_given = False
-        return self.is_given
+        if self.may_be_aliased and storage_owners(self.memory) <= self._owners:
+            self.may_be_aliased = False
+        return self.may_be_aliased
 
     def kept(self) -> list[int]:
         """The positions of tensors that have references other than ``p.grad`` itself (``g = p.grad``)."""
-        if max(map(sys.getrefcount, self.shown), default=0) <= _REFERENCES:
+        if max(map(sys.getrefcount, self.views), default=0) <= _REFERENCES:
             return []
-        return [at for at in range(len(self.shown)) if _references(self.shown, at) > _REFERENCES_OF_ONE]
+        return [at for at in range(len(self.views)) if _references(self.views, at) > _REFERENCES_OF_ONE]
 
     @as_plain
     def copy_out(self, position: int, scale: float) -> None:
         """Move a kept gradient to memory of its own, multiplied by ``scale``. A new tensor is then used for
         our place."""
-        kept = self.shown[position]
+        kept = self.views[position]
         kept.data = kept.detach() * scale
         kept.__dict__.pop(TAG, None)
-        self.shown[position] = self._show(position)
+        self.views[position] = self._view(position)
 
 
-def _references(shown: Sequence[object], at: int) -> int:
-    return sys.getrefcount(shown[at])
+def _references(objects: Sequence[object], at: int) -> int:
+    return sys.getrefcount(objects[at])
 
 
 #: References to an object with one owner. Versions of Python differ in the references held during a call.
@@ -171,7 +171,7 @@ class HostGradient:
     def place(self, position: int, *, summed: bool) -> torch.Tensor:
         """The place of a parameter's gradient. Raises RuntimeError if there is none."""
         buffer = self.buffer(summed=summed and self._sums_in_fp32)
-        if position >= len(buffer.shown):
+        if position >= len(buffer.views):
             raise RuntimeError(
                 f"'{self._slices[position].param.name}' has a gradient from outside of its layer, for which "
                 "update='backward' has no room: wrap with update='step'"
@@ -179,45 +179,45 @@ class HostGradient:
         return buffer.place(position)
 
     @as_plain
-    def show(self, which: Sequence[bool], *, summed: bool = False) -> None:
-        """Set ``p.grad`` to the places of the parameters that ``which`` selects."""
-        if not any(which):
+    def set_grads(self, selected: Sequence[bool], *, summed: bool = False) -> None:
+        """Set ``p.grad`` to the places of the ``selected`` parameters."""
+        if not any(selected):
             return
         buffer = self.buffer(summed=summed)
-        for position, is_wanted in enumerate(which):
+        for position, is_wanted in enumerate(selected):
             if is_wanted:
                 self.unit.params[position].grad = buffer.place(position)
 
     def is_ours(self, position: int, grad: torch.Tensor) -> bool:
         """Whether ``grad`` is our tensor for the parameter's place."""
         return any(
-            position < len(buffer.shown) and buffer.shows(position, grad) for buffer in self._buffers.values()
+            position < len(buffer.views) and buffer.owns(position, grad) for buffer in self._buffers.values()
         )
 
     @as_plain
-    def foreign(self) -> list[Foreign]:
+    def assigned(self) -> list[Assigned]:
         """Gradients that were assigned to ``p.grad`` in place of ours."""
         params = self.unit.trainable
         grads = [param.grad for param in params]
-        if self.buffer(summed=False).shows_all(grads):
+        if self.buffer(summed=False).owns_all(grads):
             return []
         return [
-            Foreign(position, params[position], grad)
+            Assigned(position, params[position], grad)
             for position, grad in enumerate(grads)
             if grad is not None and not self.is_ours(position, grad)
         ]
 
     @as_plain
-    def take_in(self, foreign: Sequence[Foreign]) -> None:
+    def take_in(self, assigned: Sequence[Assigned]) -> None:
         """Copy gradients into our buffers, and set ``p.grad`` to their places again."""
-        for _, param, grad in foreign:
+        for _, param, grad in assigned:
             param.grad = grad  # so that only the user holds tensors of our memory
-        for summed in {is_summed(param) for _, param, _ in foreign}:
-            which = [False] * len(self._slices)
-            for position, param, _ in foreign:
-                which[position] = is_summed(param) == summed
-            self.make_room(which, summed=summed)
-        for position, param, grad in foreign:
+        for summed in {is_summed(param) for _, param, _ in assigned}:
+            selected = [False] * len(self._slices)
+            for position, param, _ in assigned:
+                selected[position] = is_summed(param) == summed
+            self.make_room(selected, summed=summed)
+        for position, param, grad in assigned:
             place = self.place(position, summed=is_summed(param))
             place.copy_(grad.to_dense() if grad.is_sparse else grad)
             param.grad = place
@@ -231,10 +231,10 @@ class HostGradient:
             if (grad := param.grad) is not None and self.is_ours(position, grad)
         ]
 
-    def give(self, shown: torch.Tensor) -> None:
-        """User code has got the memory of ``shown``, our tensor for a place."""
+    def note_alias(self, view: torch.Tensor) -> None:
+        """User code has got the memory of ``view``, our tensor for a place."""
         for buffer in (*self._buffers.values(), *self._homes.values()):
-            buffer.is_given |= buffer.shows_some(shown)
+            buffer.may_be_aliased |= buffer.owns_any(view)
 
     @as_plain
     def is_kept(self) -> bool:
@@ -251,25 +251,25 @@ class HostGradient:
         """Move dropped gradients that user code keeps to memory of their own, multiplied by ``scale``."""
         for buffer in self._buffers.values():
             for position in buffer.kept():
-                if self.unit.params[position].grad is not buffer.shown[position]:
+                if self.unit.params[position].grad is not buffer.views[position]:
                     buffer.copy_out(position, scale)
 
     @as_plain
-    def make_room(self, which: Sequence[bool], *, summed: bool = False) -> None:
+    def make_room(self, selected: Sequence[bool], *, summed: bool = False) -> None:
         """Gradients, or sums, are about to be written to the places of dropped gradients, for the parameters
-        that ``which`` selects. Dropped gradients that user code keeps must not change, as in PyTorch, which
+        that are ``selected``. Dropped gradients that user code keeps must not change, as in PyTorch, which
         allocates new tensors. So the unit gets another buffer, and its earlier one when that is free.
 
         If ranks share the buffer, or ``p.grad`` uses a part of it, the kept gradients are copied. Raises
         RuntimeError then if other tensors with their memory would be overwritten.
         """
-        if not any(which):
+        if not any(selected):
             return
         buffer, home = self.buffer(summed=summed), self._homes.get(summed)
-        is_kept = buffer.is_aliased() or any(which[position] for position in buffer.kept())
+        is_kept = buffer.is_aliased() or any(selected[position] for position in buffer.kept())
         if not is_kept and home is None:
             return
-        if self._memory.is_shared or any(buffer.shows_some(param.grad) for param in self.unit.trainable):
+        if self._memory.is_shared or any(buffer.owns_any(param.grad) for param in self.unit.trainable):
             self.copy_out(1.0)
             if buffer.is_aliased():
                 raise RuntimeError(

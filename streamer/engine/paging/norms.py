@@ -53,7 +53,7 @@ class _Measured:
     holding: list[bool]
     #: some numbers of the gradient, once it is on the host
     sample: bytes | None = None
-    #: user code has written the gradient since; every write made it smaller
+    #: user code has written the gradient since; every write has made it smaller
     is_written: bool = False
     is_shrunk: bool = False
     #: user code held its memory when the sum was taken, and may have written it since
@@ -80,7 +80,7 @@ class Norms:
             self._measured[unit.index] = _Measured(squares, _holding(unit))
 
     @as_plain
-    def landed(self) -> None:
+    def arrived(self) -> None:
         """The gradients have arrived on the host."""
         for index, measured in self._measured.items():
             if measured.sample is None and index != ROOT:

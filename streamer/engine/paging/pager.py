@@ -17,7 +17,7 @@ from streamer.engine.paging.parameters import Changed, Parameters
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT, Place
-from streamer.engine.schedule.order import Order, Phase, Visit, farthest
+from streamer.engine.schedule.order import LayerUse, Order, Phase, farthest
 from streamer.engine.unit import Unit
 from streamer.store.host import HostStore
 from streamer.store.weights_on_disk import WEIGHT_BUFFERS
@@ -122,13 +122,13 @@ class Pager:
         self._before: _Before | None = None
 
     @contextmanager
-    def visited(self, unit: Unit, visit: Visit) -> Iterator[int]:
+    def resident(self, unit: Unit, use: LayerUse) -> Iterator[int]:
         """The slot that holds ``unit``, which stays there inside the block. Before and after the block, the
         units expected next are unsharded as slots become free."""
-        is_alone = visit.phase is Phase.INFERENCE
+        is_alone = use.phase is Phase.INFERENCE
         self.fill_alone(is_alone)
         self.refresh_layer(unit)
-        if not self._order.visit(visit):
+        if not self._order.advance(use):
             self._is_settled = False
         slot = self.slots.find(unit.index)
         if slot is not None and unit.index not in self._outdated:
@@ -196,15 +196,15 @@ class Pager:
         is needed sooner.
         """
         self._fetch_upcoming()
-        visits = islice(self._order.upcoming_visits(), len(self.slots.buffers) + WEIGHT_BUFFERS)
-        self._disk.fill(visit.unit for visit in visits if self._passes_ring(visit))
+        uses = islice(self._order.upcoming_uses(), len(self.slots.buffers) + WEIGHT_BUFFERS)
+        self._disk.fill(use.unit for use in uses if self._passes_ring(use))
         self._is_settled = True
 
-    def _passes_ring(self, visit: Visit) -> bool:
+    def _passes_ring(self, use: LayerUse) -> bool:
         """Whether a coming run needs its unit's weights in the ring: for the slot, or to be updated."""
-        index = visit.unit
+        index = use.unit
         in_slot = index not in self._outdated and self.slots.find(index) is not None
-        return not in_slot or self._disk.updated_in(index) is visit.phase
+        return not in_slot or self._disk.updated_in(index) is use.phase
 
     def _fetch_upcoming(self) -> None:
         slots, upcoming = self.slots, self._order.upcoming()

@@ -68,7 +68,7 @@ class Changed(enum.Enum):
 
 
 @dataclass
-class Seen:
+class ParameterState:
     """The state of one unit's parameters that may change."""
 
     #: PyTorch's count of writes when the weights were last taken over
@@ -106,7 +106,7 @@ class Parameters:
         self._disk = disk
         self._root_buffer = root_buffer
         self._writes_masters = writes_masters
-        self.of = {unit.index: Seen(unit.written()) for unit in (*units, root)}
+        self.of = {unit.index: ParameterState(unit.written()) for unit in (*units, root)}
         #: the units that have copies, in the order of their first use
         self._copied: list[int] = []
 
@@ -135,21 +135,21 @@ class Parameters:
 
     def end_flight(self, unit: Unit) -> None:
         """The caller has waited for the update of ``unit``."""
-        seen = self.of[unit.index]
-        if seen.in_flight and not self.is_out(unit):
-            if seen.copy is Copy.OLD:
+        state = self.of[unit.index]
+        if state.in_flight and not self.is_out(unit):
+            if state.copy is Copy.OLD:
                 self._read_again(unit)
-            seen.in_flight = False
+            state.in_flight = False
 
     def changed(self, unit: Unit, params: Iterable[torch.Tensor]) -> None:
         """An update of these parameters of ``unit`` was issued, or a checkpoint was loaded into its shard."""
-        seen = self.of[unit.index]
+        state = self.of[unit.index]
         # for autograd, this writes the weights, as any optimizer does
         torch.autograd.graph.increment_version([*params])
-        seen.written = unit.written()
-        if seen.copy is not Copy.NONE:
-            seen.copy = Copy.OLD if self._store.is_shared else Copy.CHANGED
-        seen.in_flight = True
+        state.written = unit.written()
+        if state.copy is not Copy.NONE:
+            state.copy = Copy.OLD if self._store.is_shared else Copy.CHANGED
+        state.in_flight = True
 
     def await_masters(self, unit: Unit) -> None:
         """Block until the weights of ``unit`` may be written, on the host and where user code accesses them,
@@ -165,42 +165,42 @@ class Parameters:
         may be stale."""
         if self.is_out(unit):
             return Changed.NO
-        seen, found = self.of[unit.index], Changed.NO
-        if seen.aliased:
+        state, found = self.of[unit.index], Changed.NO
+        if state.aliased:
             found = Changed.MAYBE
-            seen.aliased = self._still(unit, seen.aliased)
-        if unit.written() != seen.written:
+            state.aliased = self._still(unit, state.aliased)
+        if unit.written() != state.written:
             found = Changed.YES
             self.await_masters(unit)
             self._note_writes(unit)
-        if seen.copy is Copy.OLD or (seen.copy in (Copy.SAME, Copy.CHANGED) and not seen.in_flight):
+        if state.copy is Copy.OLD or (state.copy in (Copy.SAME, Copy.CHANGED) and not state.in_flight):
             self._write_out(unit)
         return found
 
     def take_over_root(self, moved: Container[torch.Tensor] = ()) -> None:
         """Take over what user code has written to the root's parameters, on the device."""
         self.check_places(self._root, moved)
-        root, seen = self._root, self.of[ROOT]
-        if root.written() != seen.written:
+        root, state = self._root, self.of[ROOT]
+        if root.written() != state.written:
             self.await_masters(root)
             self._store.shards[ROOT].weight.copy_(self._root_buffer)
             self._note_writes(root)
-        elif seen.aliased:
+        elif state.aliased:
             self.await_masters(root)
             weight = self._store.shards[ROOT].weight
-            for position in seen.aliased:
+            for position in state.aliased:
                 slice = root.layout.slices[position]
                 place = range(slice.offset, slice.offset + slice.nbytes)
                 now = self._root_buffer[place.start : place.stop].cpu()
                 if not torch.equal(now, weight[place.start : place.stop]):
                     weight[place.start : place.stop].copy_(now)
-            seen.aliased = self._still(root, seen.aliased)
+            state.aliased = self._still(root, state.aliased)
 
     def _note_writes(self, unit: Unit) -> None:
-        seen = self.of[unit.index]
-        seen.written = unit.written()
-        if seen.copy in (Copy.SAME, Copy.KEPT):
-            seen.copy = Copy.CHANGED
+        state = self.of[unit.index]
+        state.written = unit.written()
+        if state.copy in (Copy.SAME, Copy.KEPT):
+            state.copy = Copy.CHANGED
 
     def copied_in(self, unit: Unit, position: int, values: torch.Tensor) -> None:
         """User code has copied ``values`` into a parameter, which holds them rounded. In fp32 they are its
@@ -255,23 +255,23 @@ class Parameters:
     def alias(self, unit: Unit, position: int, *, to_read: bool) -> None:
         """User code got a tensor that shares memory with a parameter of ``unit``. Unless ``to_read``, it may
         write the parameter without a trace. [Note: aliased parameters]"""
-        seen = self.of[unit.index]
+        state = self.of[unit.index]
         if to_read:
-            seen.read.add(position)
+            state.read.add(position)
             return
-        if seen.copy in (Copy.SAME, Copy.KEPT):
-            seen.copy = Copy.CHANGED
-        seen.aliased.add(position)
+        if state.copy in (Copy.SAME, Copy.KEPT):
+            state.copy = Copy.CHANGED
+        state.aliased.add(position)
 
     def aliased(self) -> list[Unit]:
         """The units that are aliased, even if only to be read. A unit that no longer is stays noted until its
         next forward or backward, which copies it again."""
         found = []
         for unit in (*self._units, self._root):
-            seen = self.of[unit.index]
-            if seen.aliased or seen.read:
-                seen.read = self._still(unit, seen.read)
-                if seen.read or self._still(unit, seen.aliased):
+            state = self.of[unit.index]
+            if state.aliased or state.read:
+                state.read = self._still(unit, state.read)
+                if state.read or self._still(unit, state.aliased):
                     found.append(unit)
         return found
 
@@ -290,7 +290,7 @@ class Parameters:
     def copy_in(self, unit: Unit) -> None:
         """User code reads or writes the weights of ``unit``, which are on disk: read them into a buffer.
         Raises MemoryError if there is no room. [Note: copies of weights on disk]"""
-        shard, seen = self._store.shards[unit.index], self.of[unit.index]
+        shard, state = self._store.shards[unit.index], self.of[unit.index]
         self.await_masters(unit)
         self._disk.forget(unit.index)
         remedy = "release other parameters' memory, or save a checkpoint by streamer.save"
@@ -298,11 +298,11 @@ class Parameters:
             f"the weights of '{unit.name}', which are on disk",
             host(unit.layout.nbytes, self._issuer.backend.host_available(), remedy),
         )
-        shard.bring_in(self._store.disks.buffer)
+        shard.fetch_copy(self._store.disks.buffer)
         for slice, param in unit.placed():
             param.data = slice.own(shard.weight)
-        unit.show_parts()
-        seen.copy, seen.owners, seen.in_flight = Copy.SAME, self._owners(unit), False
+        unit.refresh_parts()
+        state.copy, state.owners, state.in_flight = Copy.SAME, self._owners(unit), False
         self._copied.append(unit.index)
 
     def beyond(self, keep: int) -> list[Unit]:
@@ -316,18 +316,18 @@ class Parameters:
     @as_plain
     def _write_out(self, unit: Unit) -> None:
         """Release the copy if no other code holds it, and write it to disk if it has changed."""
-        shard, seen = self._store.shards[unit.index], self.of[unit.index]
-        if self._owners(unit) != seen.owners:
+        shard, state = self._store.shards[unit.index], self.of[unit.index]
+        if self._owners(unit) != state.owners:
             return
         self.await_masters(unit)
-        has_changed = seen.copy is Copy.CHANGED and not self._store.is_shared
-        if has_changed and shard.weights_on_disk.unwritable(shard.brought):
-            seen.copy = Copy.KEPT
+        has_changed = state.copy is Copy.CHANGED and not self._store.is_shared
+        if has_changed and shard.weights_on_disk.unwritable(shard.weight_copy):
+            state.copy = Copy.KEPT
             return
-        seen.copy, seen.aliased = Copy.NONE, set()
+        state.copy, state.aliased = Copy.NONE, set()
         self._copied.remove(unit.index)
         self._hide(unit)
-        shard.send_out(write=has_changed)
+        shard.release_copy(write=has_changed)
 
     @as_plain
     def _hide(self, unit: Unit) -> None:
@@ -337,7 +337,7 @@ class Parameters:
         for slice, param in unit.placed():
             # one number, expanded to the shape: it takes no memory
             param.data = not_a_number(slice.dtype, param.device).expand(slice.param.shape)
-        unit.show_parts()
+        unit.refresh_parts()
 
     def write_copies(self, units: Iterable[Unit]) -> None:
         """Ranks have written parameters of ``units``. This rank writes for its machine: write those
@@ -346,12 +346,12 @@ class Parameters:
             if self.of[unit.index].copy is not Copy.NONE:
                 self.await_masters(unit)
                 shard = self._store.shards[unit.index]
-                if names := shard.weights_on_disk.unwritable(shard.brought):
+                if names := shard.weights_on_disk.unwritable(shard.weight_copy):
                     raise RuntimeError(
                         f"'{names[0]}' is frozen and read from its file at every use, so ranks cannot write "
                         "it: make the model without disk=True, which takes it into memory"
                     )
-                shard.weights_on_disk.store(shard.brought)
+                shard.weights_on_disk.store(shard.weight_copy)
 
     def read_copy(self, unit: Unit) -> None:
         """Ranks have written ``unit``: take over the weights on disk."""
@@ -362,5 +362,5 @@ class Parameters:
 
     def _read_again(self, unit: Unit) -> None:
         shard = self._store.shards[unit.index]
-        shard.weights_on_disk.fetch(shard.brought)
+        shard.weights_on_disk.fetch(shard.weight_copy)
         self.of[unit.index].copy = Copy.SAME

@@ -1,15 +1,15 @@
-"""Reads and writes turned into waits, in the one place where work gets them.
+"""Derives the waits of ops from their reads and writes. Nothing else adds waits.
 
 [Note: hazards]
-Lanes run their work in order and know nothing of one another. An op must wait
+Lanes run their work in order, independently of one another. An op must wait
 
-- for the last write of whatever it reads (read after write), and
-- for every read, since that write, of whatever it writes (write after read).
+- for the last write of each place that it reads (read after write), and
+- for every read, since the last write, of each place that it writes (write after read).
 
-A wait on the op's own lane is implied by the lane's order, and of several reads on one lane the last
-one stands for all. A write never has to wait for an earlier write alone: each place has one writing
-lane, and what else writes it (HOST adding to a gradient that D2H has brought, the caller's thread) reads
-it in the same op, so that it waits for the write and is itself waited for as a read.
+Waits on the op's own lane are implied by the lane's order. Of several reads on one lane only the last one
+counts. A write never waits for an earlier write directly: each place has one writing lane. Other writers
+(HOST adds to a gradient that D2H has copied; the caller's thread) also read the place in the same op, so they
+wait for the write, and later ops wait for their read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UNUSED = _Uses()
 
 
 class Hazards:
-    """The last uses of every place. The two flags exist to show in tests that either kind is needed."""
+    """The last uses of every place. The two flags let tests prove that both kinds of waits are needed."""
 
     def __init__(self, *, read_after_write: bool = True, write_after_read: bool = True) -> None:
         self._read_after_write = read_after_write
@@ -43,7 +43,7 @@ class Hazards:
         self._uses: dict[Place, _Uses] = {}
 
     def waits(self, op: Op) -> list[Event]:
-        """The events that ``op`` must wait for, each once, none of its own lane."""
+        """The events that ``op`` must wait for, each once, without those of its own lane."""
         waits: dict[int, Event] = {}
         if self._read_after_write:
             for place in op.reads:
@@ -58,19 +58,19 @@ class Hazards:
         return list(waits.values())
 
     def record(self, op: Op, done: Event) -> None:
-        """Note that ``op`` has been submitted and that ``done`` is its end."""
+        """Record that ``op`` was submitted; ``done`` is its end."""
         for place in op.writes:
             self._uses[place] = _Uses(write=done)
         for place in op.reads:
             self._uses.setdefault(place, _Uses()).reads[op.lane] = done
 
     def events(self) -> list[Event]:
-        """The ends of all uses that something may still have to wait for."""
+        """The ends of all uses that later ops may wait for."""
         uses = self._uses.values()
         return [event for use in uses for event in (use.write, *use.reads.values()) if event is not None]
 
     def forget_failed(self) -> None:
-        """Let nothing wait for uses that have failed."""
+        """Drop uses that have failed, so that later ops do not wait for them."""
         for use in self._uses.values():
             if use.write is not None and use.write.failed():
                 use.write = None
@@ -85,26 +85,25 @@ T = TypeVar("T")
 
 
 class Issuer:
-    """Submits ops to a backend, each with the waits that its reads and writes call for. [Note: hazards]
+    """Submits ops to a backend, with the waits for their reads and writes. [Note: hazards]
 
-    Any thread may issue. No lock is held while work runs or is waited for in the caller's thread. An op of
-    COMPUTE is therefore recorded after its work, and until then the visit that issues it keeps its slot from
-    others. [Note: threads]
+    Any thread may issue. No lock is held while work runs, or while the caller waits. So an op of COMPUTE is
+    recorded after its work; until then its slot is marked as in use. [Note: threads]
     """
 
     def __init__(self, backend: Backend, hazards: Hazards) -> None:
         self.backend = backend
         self.trace = Trace()
         self._hazards = hazards
-        #: held while an op gets its waits and its place in its lane; the garbage collector may interrupt that
+        #: held while an op gets its waits and is queued; the garbage collector may interrupt that
         self._lock = Lock()
-        #: ops that were issued, and those of them that were awaited by `synchronize`
+        #: the number of ops that were issued, and of those that `synchronize` has waited for
         self._issued = self._awaited = 0
-        #: by unit, what issues an update that was put off until its weights are read, or somebody waits
+        #: by unit, issues an update that was deferred until its weights are read or waited for
         self.deferred: dict[int, Callable[[], None]] = {}
 
     def issue(self, op: Op, work: Callable[[], object]) -> Event:
-        """Submit ``work`` as ``op``, which is not for COMPUTE; the event of its end."""
+        """Submit ``work`` as ``op``, on any lane except COMPUTE. Returns the event of its end."""
         with self._lock:
             waits = self._begin(op)
             event = self.backend.submit(op.lane, work, waits, op.nbytes)
@@ -112,7 +111,7 @@ class Issuer:
             return event
 
     def _begin(self, op: Op) -> Sequence[Event]:
-        """``op`` is about to be submitted: what it waits for."""
+        """The events to wait for of ``op``, which is about to be submitted."""
         with self._lock:
             self._issued += 1
             return self._hazards.waits(op)
@@ -123,7 +122,7 @@ class Issuer:
 
     @contextmanager
     def computing(self, op: Op) -> Iterator[None]:
-        """Run the block as ``op`` on COMPUTE. The op is recorded also where the block raises: it may have
+        """Run the block as ``op`` on COMPUTE. The op is recorded even if the block raises: it may have
         enqueued kernels that read a slot."""
         waits = self._begin(op)
         event: Event | None = None
@@ -136,13 +135,13 @@ class Issuer:
                     self._record(op, event, waits)
 
     def mark(self, op: Op) -> Event:
-        """Let COMPUTE wait for what ``op`` reads or writes; the event of its turn."""
+        """Make COMPUTE wait for the places that ``op`` reads or writes. Returns an event at that point."""
         waits = self._begin(op)
         while True:
             with self.backend.computing(waits) as event:
                 pass
             with self._lock:
-                # it reads and writes what others may have used meanwhile, which its record would hide
+                # others may have used its places since then, and its record would hide these uses
                 since = self._hazards.waits(op)
                 if all(use in waits for use in since):
                     self._record(op, event, waits)
@@ -159,8 +158,8 @@ class Issuer:
             self.deferred.pop(unit)()
 
     def forget_failures(self) -> bool:
-        """Block the caller until everything that was submitted has ended, and go on as if none of it had
-        failed: for who makes good what is wrong since. Whether something had failed."""
+        """Block the caller until all submitted work has ended, and clear its failures; the caller repairs
+        their effects. Returns whether something had failed."""
         with self._lock:
             events = self._hazards.events()
         for event in events:
@@ -171,11 +170,11 @@ class Issuer:
         return any(event.failed() for event in events)
 
     def synchronize(self) -> None:
-        """Block the caller until everything that was submitted is done."""
+        """Block the caller until all submitted work is done."""
         self._issue_deferred()
         with self._lock:
             issued, written = self._issued, self._hazards.written()
-        # every module of a model asks when `state_dict` comes to it
+        # `state_dict` calls this for every module
         if issued != self._awaited:
             self.wait(written)
             # the wait is an op too

@@ -1,7 +1,5 @@
-"""A piece of work: its lane, what it reads, what it writes.
-
-An op does not say when it runs. `hazards` derives that from the reads and writes. A step has the same ops as
-the one before, so each is made once.
+"""A piece of work: its lane, the places that it reads, and those that it writes. `hazards` derives from these
+when it may run. All steps have the same ops, so each op is created once.
 """
 
 from __future__ import annotations
@@ -15,20 +13,19 @@ from typing import NamedTuple
 from streamer.backends.base import Lane
 from streamer.store.shard import HostShard
 
-#: The unit that holds what is in no layer: embeddings, final norm, head. It never leaves the device.
+#: The unit of all parameters outside of layers: embeddings, final norm, head. It stays on the device.
 ROOT = -1
 
 
 class Place(NamedTuple):
-    """Memory that ops read and write: what it holds, and which of its kind it is, by the number of a slot, a
-    buffer, a unit or a chunk."""
+    """Memory that ops read and write: its kind, and the number of a slot, a buffer, a unit or a chunk."""
 
     kind: str
     number: int
 
 
 def _kind(name: str) -> Callable[[int], Place]:
-    """What gives the places of a kind by their numbers, each made once."""
+    """A function from a number to the place of this kind, which is created once."""
     return cache(partial(Place, name))
 
 
@@ -42,7 +39,7 @@ weight_ring = _kind(
 )  # the same in host memory on their way to a slot, or while they are updated
 state = _kind("state")  # a chunk of a unit's optimizer state on disk
 state_ring = _kind("state ring")  # the same in host memory while it is updated
-staging = _kind("staging")  # a gradient that has left the device and is used up at once
+staging = _kind("staging")  # a gradient on the host that an update consumes at once
 squares = _kind("squares")  # the sum of squares of a unit's gradient
 saved_input = _kind("saved input")  # an input of a layer that waits for backward, on the device
 host_input = _kind("host input")  # the same in host memory
@@ -50,21 +47,21 @@ fetched = _kind("fetched input")  # the same on the device again
 
 
 class OpKind(enum.StrEnum):
-    """What an op does: how it prints, and the lane that runs it."""
+    """The kinds of ops: the printed name, and the lane."""
 
     UNSHARD = "UNSHARD", Lane.H2D  # host shard -> slot
-    RESHARD = "RESHARD", Lane.H2D  # fill a slot that was given up with NaN (only where the backend says so)
+    RESHARD = "RESHARD", Lane.H2D  # fill a released slot with NaN (if the backend poisons slots)
     FORWARD = "F", Lane.COMPUTE
     BACKWARD = "B", Lane.COMPUTE
-    COLLECT = "COLLECT", Lane.COMPUTE  # bring the root unit's gradients together in their slot
-    SYNC = "SYNC", Lane.COMPUTE  # let the caller's thread wait for what it is about to read
+    COLLECT = "COLLECT", Lane.COMPUTE  # copy the root unit's gradients into their buffer
+    SYNC = "SYNC", Lane.COMPUTE  # let the caller's thread wait for places
     OFFLOAD_GRAD = "OFFLOAD_GRAD", Lane.D2H  # gradient slot -> host gradient, or -> staging
     ACCUMULATE = "ACCUMULATE", Lane.HOST  # host gradient += staging
     NORM = "NORM", Lane.HOST  # sum of squares of a host gradient
     STEP = "STEP", Lane.HOST  # update a host shard from its gradient
     REDUCE = "REDUCE", Lane.COLLECTIVE  # average a gradient slot over the ranks
-    ALL_GATHER = "ALL_GATHER", Lane.COLLECTIVE  # slot -> slots of the ranks: the part that each has copied
-    GATHER = "GATHER", Lane.COLLECTIVE  # bring the weights that other machines have updated into the shard
+    ALL_GATHER = "ALL_GATHER", Lane.COLLECTIVE  # each rank's part -> the slots of all ranks
+    GATHER = "GATHER", Lane.COLLECTIVE  # copy weights that other machines have updated into the shard
     AGREE = "AGREE", Lane.BARRIER  # wait until all ranks have read, or updated, their shares of shards
     READ_WEIGHTS = "READ_WEIGHTS", Lane.DISK_READ  # a unit's weights -> ring
     WRITE_WEIGHTS = "WRITE_WEIGHTS", Lane.DISK_WRITE  # ring -> disk
@@ -84,8 +81,8 @@ class OpKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Op:
-    """Work for one unit. ``slot`` is the weight slot; where gradients move the gradient slot, where state or
-    weights on disk do their buffer of the ring, and where saved inputs do their place in host memory."""
+    """Work for one unit. ``slot`` is the weight slot; for copies of gradients it is the gradient slot, for
+    state or weights on disk their buffer of the ring, for saved inputs their place in host memory."""
 
     kind: OpKind
     unit: int
@@ -107,94 +104,94 @@ class Op:
         return f"{unit}{self.kind.value}{slot}"
 
 
-#: Of the ops that were made last; sizes of saved inputs may differ from step to step.
-_made_once = lru_cache(maxsize=1 << 14)
+#: A bounded cache: sizes of saved inputs may differ from step to step.
+_cached = lru_cache(maxsize=1 << 14)
 
 
-@_made_once
+@_cached
 def unshard(unit: int, slot: int, nbytes: int, place: int | None = None) -> Op:
-    """Copy a unit's weights into a slot; those on disk from buffer ``place`` of their ring."""
+    """Copy a unit's weights into a slot; weights on disk from buffer ``place`` of their ring."""
     source = shard(unit) if place is None else weight_ring(place)
     return Op(OpKind.UNSHARD, unit, slot, (source,), (weight_slot(slot),), nbytes)
 
 
-@_made_once
+@_cached
 def read_weights(unit: int, place: int, nbytes: int) -> Op:
     """Read a unit's weights from disk."""
     return Op(OpKind.READ_WEIGHTS, unit, place, (weights_on_disk(unit),), (weight_ring(place),), nbytes)
 
 
-@_made_once
+@_cached
 def write_weights(unit: int, place: int, nbytes: int) -> Op:
     """Write a unit's weights to disk."""
     return Op(OpKind.WRITE_WEIGHTS, unit, place, (weight_ring(place),), (weights_on_disk(unit),), nbytes)
 
 
-@_made_once
+@_cached
 def reshard(unit: int, slot: int) -> Op:
-    """Overwrite a slot that was given up."""
+    """Overwrite a released slot."""
     return Op(OpKind.RESHARD, unit, slot, (), (weight_slot(slot),))
 
 
-@_made_once
+@_cached
 def forward(unit: int, slot: int) -> Op:
     """Run a unit's forward from a slot."""
     return Op(OpKind.FORWARD, unit, slot, (weight_slot(slot),))
 
 
-@_made_once
+@_cached
 def root_forward() -> Op:
-    """The beginning of a forward: from here on the root unit's weights are read, in forward and backward,
-    and its gradients are written."""
+    """The start of a forward: from here on, forward and backward read the root unit's weights and write its
+    gradients."""
     return Op(OpKind.FORWARD, ROOT, None, (weight_slot(ROOT),), (grad_slot(ROOT),))
 
 
-@_made_once
+@_cached
 def backward(unit: int, slot: int, into: int | None, inputs: tuple[Place, ...] = ()) -> Op:
     """Run a unit's backward from a slot and ``inputs``, its gradient going into gradient slot ``into``."""
     writes = () if into is None else (grad_slot(into),)
     return Op(OpKind.BACKWARD, unit, slot, (weight_slot(slot), *inputs), writes)
 
 
-@_made_once
+@_cached
 def collect() -> Op:
-    """Bring the root unit's gradients into their slot: the end of everything that reads its weights."""
+    """Copy the root unit's gradients into their buffer. No earlier work reads its weights after this."""
     return Op(OpKind.COLLECT, ROOT, None, (weight_slot(ROOT),), (grad_slot(ROOT),))
 
 
-@_made_once
+@_cached
 def offload_grad(unit: int, slot: int, into: Place, nbytes: int) -> Op:
     """Copy a gradient slot to host memory: the unit's gradient, or a staging buffer."""
     return Op(OpKind.OFFLOAD_GRAD, unit, slot, (grad_slot(slot),), (into,), nbytes)
 
 
-@_made_once
+@_cached
 def accumulate(unit: int, slot: int, nbytes: int) -> Op:
     """Add a staged gradient to the unit's host gradient."""
     reads = (staging(slot), gradient(unit))
     return Op(OpKind.ACCUMULATE, unit, slot, reads, (gradient(unit),), nbytes)
 
 
-@_made_once
+@_cached
 def offload_input(place: int, nbytes: int) -> Op:
     """Copy a saved input to its place on the host."""
     return Op(OpKind.OFFLOAD_INPUT, ROOT, place, (saved_input(place),), (host_input(place),), nbytes)
 
 
-@_made_once
+@_cached
 def fetch_input(place: int, nbytes: int) -> Op:
-    """Copy a saved input from its place on the host to memory that COMPUTE has made free for it."""
+    """Copy a saved input from its place on the host to device memory that COMPUTE has freed."""
     reads = (host_input(place), saved_input(place))
     return Op(OpKind.FETCH_INPUT, ROOT, place, reads, (fetched(place),), nbytes)
 
 
-@_made_once
+@_cached
 def norm(unit: int, nbytes: int) -> Op:
-    """Take the sum of squares of a unit's host gradient."""
+    """Compute the sum of squares of a unit's host gradient."""
     return Op(OpKind.NORM, unit, None, (gradient(unit),), (squares(unit),), nbytes)
 
 
-@_made_once
+@_cached
 def step(
     unit: int,
     source: Place,
@@ -203,62 +200,62 @@ def step(
     weights: int | None = None,
     chunks: tuple[int, ...] = (),
 ) -> Op:
-    """Update a unit's host shard from its gradient, which is in ``source``; of state on disk the chunk in
-    buffer ``ring``, or these ``chunks`` where they are; of weights on disk those in buffer ``weights`` of
-    their ring."""
+    """Update a unit's host shard from its gradient in ``source``. State on disk is in buffer ``ring`` of its
+    ring, or read and written by the op itself (``chunks``); weights on disk are in buffer ``weights`` of
+    theirs."""
     here = (*map(state, chunks), *(() if ring is None else (state_ring(ring),)))
     here = here if weights is None else (*here, weight_ring(weights))
     return Op(OpKind.STEP, unit, ring, (source, *here), (shard(unit), *here), nbytes)
 
 
-@_made_once
+@_cached
 def reduce(unit: int, slot: int, nbytes: int) -> Op:
-    """Average gradient slot ``slot`` over the ranks, and take its sum of squares."""
+    """Average gradient slot ``slot`` over the ranks, and compute its sum of squares."""
     return Op(OpKind.REDUCE, unit, slot, (grad_slot(slot),), (grad_slot(slot),), nbytes)
 
 
-@_made_once
+@_cached
 def all_gather(unit: int, slot: int, nbytes: int) -> Op:
-    """Bring the parts of a unit's weights that other ranks have copied into their slots into this one's."""
+    """Gather the parts of a unit's weights that other ranks have copied into their slots."""
     return Op(OpKind.ALL_GATHER, unit, slot, (weight_slot(slot),), (weight_slot(slot),), nbytes)
 
 
-@_made_once
+@_cached
 def gather(unit: int, nbytes: int, weights: int | None = None) -> Op:
-    """Bring what the ranks of other machines have made of a unit's weights into its host shard; of weights on
-    disk into those in buffer ``weights`` of their ring."""
+    """Gather a unit's weights that ranks of other machines have updated into its host shard or, for weights
+    on disk, into buffer ``weights`` of their ring."""
     places = (shard(unit),) if weights is None else (shard(unit), weight_ring(weights))
     return Op(OpKind.GATHER, unit, weights, places, places, nbytes)
 
 
-@_made_once
+@_cached
 def agree(units: tuple[int, ...], masters: tuple[Place, ...]) -> Op:
-    """Wait until all ranks have come as far with the gradients of ``units`` as this one, and with their
-    weights and state, in host memory and on disk, which are in the places ``masters``."""
+    """Wait until all ranks have reached this point for ``units``: their gradients, and the places ``masters``
+    of their weights and state."""
     places = (*(gradient(unit) for unit in units), *masters)
     return Op(OpKind.AGREE, units[0] if len(units) == 1 else ROOT, None, places, places)
 
 
 def masters_of(unit: int, held: HostShard) -> tuple[Place, ...]:
-    """What to wait for before the weights and the state of ``unit``, which are ``held`` in host memory and on
-    disk, are read or written elsewhere."""
+    """The places of the weights and the state of ``unit``, in host memory and on disk. Wait for them before
+    reading or writing these outside of ops."""
     on_disk = () if held.weights_on_disk.is_empty else (weights_on_disk(unit),)
     return (shard(unit), *on_disk, *(state(chunk.number) for chunk in held.disk.chunks))
 
 
-@_made_once
+@_cached
 def read_state(unit: int, chunk: int, ring: int, nbytes: int) -> Op:
     """Read a chunk of a unit's state from disk."""
     return Op(OpKind.READ_STATE, unit, ring, (state(chunk),), (state_ring(ring),), nbytes)
 
 
-@_made_once
+@_cached
 def write_state(unit: int, chunk: int, ring: int, nbytes: int) -> Op:
     """Write a chunk of a unit's state to disk."""
     return Op(OpKind.WRITE_STATE, unit, ring, (state_ring(ring),), (state(chunk),), nbytes)
 
 
-@_made_once
+@_cached
 def sync(places: tuple[Place, ...], *, to_write: bool = False) -> Op:
     """Wait until ``places`` may be read, or written, by the caller's thread."""
     return Op(OpKind.SYNC, ROOT, None, places, places if to_write else ())

@@ -1,4 +1,4 @@
-"""What ran when on which lane, and how long COMPUTE stood still for it."""
+"""The ops that have run, by lane and time, and how long COMPUTE was idle because of them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import NamedTuple
 from streamer.backends.base import Event, Lane, Lock, Span
 from streamer.engine.schedule.op import Op
 
-#: Ops that are issued before those that are done are settled.
+#: The number of pending ops at which the finished ones are settled.
 SETTLE_EVERY = 64
 
 
-#: Where a lane stands in what is kept: in numbers alone, which the garbage collector need not go through.
+#: The number of each lane in kept records. These hold only numbers: the garbage collector skips them.
 _ROW = {lane: row for row, lane in enumerate(Lane)}
 _LANES = tuple(Lane)
 #: Intervals in these numbers: row, start and end of each.
@@ -25,7 +25,7 @@ Blame = tuple[tuple[int, float, float], ...]
 
 
 class Interval(NamedTuple):
-    """Seconds spent on a lane, or stood still for it."""
+    """Seconds of work on a lane, or of waiting for it."""
 
     lane: Lane
     start: float
@@ -33,7 +33,7 @@ class Interval(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One op that has run. ``exposed`` are, for an op on COMPUTE, the intervals that it waited."""
+    """One op that has run. For an op on COMPUTE, ``exposed`` are the intervals of its waiting."""
 
     op: Op
     span: Span
@@ -46,50 +46,50 @@ def intervals(blame: Blame) -> tuple[Interval, ...]:
 
 
 class Trace:
-    """Totals of all that has run, and the last ``keep`` ops one by one.
+    """Totals of all ops that have run, and the last ``keep`` ops one by one.
 
     [Note: exposed time]
-    When COMPUTE waits for a copy that itself stands still for an update, it is the update that it waits
-    for. So every op carries the intervals from the moment its lane got to it to its end, each blamed on
-    the lane that was at work: its own from its start on, before that whatever its last wait was blamed
-    on. COMPUTE's waiting time is cut up along the intervals of the op that it waited for last.
+    If COMPUTE waits for a copy that itself waits for an update, the update is the cause. So every op carries
+    the intervals from the time when it was next in its lane to its end, each attributed to the lane that was
+    at work: its own lane since its start, and before that the lanes of its last wait. COMPUTE's waiting time
+    is divided along the intervals of the op that it waited for last.
     """
 
     def __init__(self, keep: int = 20_000) -> None:
         self._busy_seconds = dict.fromkeys(Lane, 0.0)
         self._exposed_seconds = dict.fromkeys(Lane, 0.0)
-        #: any thread may issue ops, and ask for what has run
+        #: any thread may issue ops, and read the trace
         self._lock = Lock()
         self._pending: deque[tuple[Op, Event, Sequence[Event]]] = deque()
         self._settle_at = SETTLE_EVERY
-        #: the ops that have run, and of each its span and, in threes, what it was exposed to: side by side,
-        #: since the garbage collector goes through tuples that hold an op
+        #: the ops that have run, their spans, and the intervals of their waiting in threes: in separate
+        #: lists, since the garbage collector scans tuples that hold an op
         self._ops: deque[Op] = deque(maxlen=keep)
         self._times: deque[tuple[float, ...]] = deque(maxlen=keep)
 
     def add(self, op: Op, event: Event, waits: Sequence[Event]) -> None:
-        """Note that ``op`` was submitted with these waits."""
+        """Record that ``op`` was submitted with these waits."""
         with self._lock:
             self._pending.append((op, event, waits))
-            # many at once: who issues an op is on its way to the next one
+            # many at once, to delay the thread that issues ops as rarely as possible
             if len(self._pending) >= self._settle_at:
                 self._settle()
                 self._settle_at = len(self._pending) + SETTLE_EVERY
 
     def settle(self) -> None:
-        """Take the times of the ops that are done, in the order of their submission."""
+        """Read the times of finished ops, in the order of their submission."""
         with self._lock:
             self._settle()
 
     @property
     def busy_seconds(self) -> dict[Lane, float]:
-        """Seconds that each lane has been at work."""
+        """Seconds of work on each lane."""
         self.settle()
         return self._busy_seconds
 
     @property
     def exposed_seconds(self) -> dict[Lane, float]:
-        """Seconds that COMPUTE has stood still for each lane. [Note: exposed time]"""
+        """Seconds that COMPUTE was idle because of each lane. [Note: exposed time]"""
         self.settle()
         return self._exposed_seconds
 
@@ -97,7 +97,7 @@ class Trace:
         still: deque[tuple[Op, Event, Sequence[Event]]] = deque()
         stuck: set[Lane] = set()
         for op, event, waits in self._pending:
-            # a lane runs in order: what comes after its first unfinished op need not be asked
+            # a lane runs in order: ops after its first unfinished one are unfinished, too
             span = None if op.lane in stuck else event.span()
             if span is None or (waits and any(wait.blame is None and wait.span() is None for wait in waits)):
                 if not event.failed():
@@ -118,10 +118,9 @@ class Trace:
         return sorted(found, key=lambda record: record.span.start)
 
     def overlap(self, lane: Lane) -> float:
-        """1 - exposed / busy: the part of the lane's work that COMPUTE did not stand still for.
-
-        NaN for a lane that has done nothing; below 0 where COMPUTE has waited longer for the lane's work to
-        begin than the work took, on a machine that others use too.
+        """1 - exposed / busy: the part of the lane's work that overlaps with COMPUTE. NaN for a lane without
+        work. Below 0 if COMPUTE has waited longer for work to begin than the work took, on a machine with
+        other load.
         """
         busy = self.busy_seconds[lane]
         return 1 - self.exposed_seconds[lane] / busy if busy else float("nan")
@@ -160,7 +159,7 @@ class Trace:
 
 
 def _blamed(start: float, end: float, waits: Sequence[Event]) -> Blame:
-    """[Note: exposed time] ``start`` to ``end`` cut up along the last of ``waits``."""
+    """[Note: exposed time] The time from ``start`` to ``end``, divided along the last of ``waits``."""
     if not waits or end <= start:
         return ()
     # of equals the first
@@ -171,7 +170,7 @@ def _blamed(start: float, end: float, waits: Sequence[Event]) -> Blame:
     found: list[tuple[int, float, float]] = []
     at, queue = start, _ROW[last.lane]
     for row, begin, until in last.blame or ():
-        # what lies before the op's own beginning is its lane's queue
+        # the time before the op's own start is attributed by its queue
         for blamed, to in ((queue, begin), (row, until)):
             if (to := min(to, end)) > at:
                 found.append((blamed, at, to))

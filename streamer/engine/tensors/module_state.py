@@ -1,8 +1,7 @@
-"""Buffers, and tensors in attributes, that a layer's forward changes: the second run begins where the first
-did.
-
-Batch normalisation updates its statistics, a recurrent layer keeps its state in an attribute. Under
-`torch.utils.checkpoint` such a layer would count twice, or go on from what the first run has left.
+"""Buffers, and tensors in attributes, that a layer's forward changes: the second run starts from the same
+values as the first. Batch normalisation updates its statistics, and a recurrent layer may keep its state in
+an attribute. Under `torch.utils.checkpoint` such a layer would count twice, or continue from the state after
+the first run.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ from torch import nn
 
 from streamer.engine.tensors.nested import version_of
 
-#: What the modules have under one name: the dict, the name, the tensor, its version, and a copy of its
+#: One buffer or attribute of a module: the module's dict, the name, the tensor, its version, a copy of its
 #: values.
 _Entry = tuple[dict[str, Any], str, torch.Tensor | None, int, torch.Tensor | None]
 
 
 class Taken(NamedTuple):
-    """The buffers and tensor attributes of one moment. They know their `ModuleState`, which learns from
-    them."""
+    """A snapshot of buffers and tensor attributes, which reports changes to its `ModuleState`."""
 
     of: ModuleState
     training: bool
@@ -31,18 +29,19 @@ class Taken(NamedTuple):
     is_all: bool
 
     def changed(self) -> Taken | None:
-        """Those that are others now, or have other values; None where none are."""
+        """The entries that were replaced or written since then; None if there are none."""
         changed = [entry for entry in self.entries if _has_changed(entry)]
         if self.is_all:
             self.of.learn(self.training, self.entries, changed)
-        # a buffer may be written without PyTorch's counting it, as batch normalisation does: a module is one
+        # PyTorch does not count all writes to a buffer (batch normalisation), so a module's entries count
+        # together
         owners = {id(held) for held, *_ in changed}
         entries = [entry for entry in self.entries if id(entry[0]) in owners]
         return self._replace(entries=entries) if entries else None
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Run the block with copies of these. After it the modules have what they had before it."""
+        """Run the block with copies of these. Afterwards the modules have the same tensors as before."""
         now = [(held, name, held.get(name)) for held, name, *_ in self.entries]
         try:
             for held, name, _, _, copy in self.entries:
@@ -54,16 +53,16 @@ class Taken(NamedTuple):
 
 
 class ModuleState:
-    """The buffers and tensor attributes of ``module`` and of those in it. The first forward in each mode,
-    training or evaluation, tells which of them change; only those are copied at later ones."""
+    """The buffers and tensor attributes of ``module`` and its submodules. The first forward in each mode,
+    training or evaluation, determines which of them change; later forwards copy only those."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        #: by mode, the names that change
+        #: by mode, the entries that change
         self._known: dict[bool, list[tuple[dict[str, Any], str]]] = {}
 
     def take(self) -> Taken | None:
-        """What may change, as it is now; None where nothing does."""
+        """A snapshot of the entries that may change; None if there are none."""
         training = self._module.training
         places = self._known.get(training)
         if places is None:
@@ -71,12 +70,12 @@ class ModuleState:
         return Taken(self, training, [_entry(held, name) for held, name in places], False) if places else None
 
     def take_all(self) -> Taken:
-        """All that there is, as it is now."""
+        """A snapshot of all entries."""
         entries = [_entry(held, name) for held, name in self._places()]
         return Taken(self, self._module.training, entries, True)
 
     def learn(self, training: bool, before: list[_Entry], changed: list[_Entry]) -> None:
-        """A first forward in this mode has changed these of all that there were ``before``."""
+        """The first forward in this mode has ``changed`` these of the entries ``before``."""
         places = [(held, name) for held, name, *_ in changed]
         owners = {id(held) for held, _ in places}
         known = {(id(held), name) for held, name, *_ in before}

@@ -1,4 +1,4 @@
-"""Tensors taken out of, and put back into, the nested values that layers take and return."""
+"""Extracts tensors from the nested arguments and results of layers, and puts others in their place."""
 
 from __future__ import annotations
 
@@ -23,22 +23,21 @@ class _Hole(int):
 
 
 def flatten(value: object) -> tuple[list[torch.Tensor], Rebuild]:
-    """The tensors in ``value`` and a function that builds the value anew around other tensors.
-
-    Looks into tuples, named tuples, lists, dicts and other mutable mappings, and dataclasses. A tensor that
-    stands in several places comes out once, so that ``query is key`` stays true. Lists and mappings are built
-    anew, so that who is given them may put something into them.
+    """The tensors in ``value``, and a function that rebuilds the value around other tensors. It searches
+    tuples, named tuples, lists, dicts and other mutable mappings, and dataclasses. A tensor in several places
+    is extracted once, so that ``query is key`` stays true. Lists and mappings are new objects, so that the
+    layer may add to them.
     """
     tensors: list[torch.Tensor] = []
-    seen: dict[int, _Hole] = {}
+    holes: dict[int, _Hole] = {}
 
     def take(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if id(leaf) not in seen:
-            seen[id(leaf)] = _Hole(len(tensors))
+        if id(leaf) not in holes:
+            holes[id(leaf)] = _Hole(len(tensors))
             tensors.append(leaf)
-        return seen[id(leaf)]
+        return holes[id(leaf)]
 
     return tensors, partial(_fill, _map(take, value))
 
@@ -49,8 +48,8 @@ def _fill(skeleton: Any, tensors: Tensors) -> Any:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often ``tensor`` was written in place; 0 of one of inference mode, where nobody counts."""
-    # asked for several times in each visit; `is_inference` takes longer than to try
+    """The number of in-place writes to ``tensor``; 0 for tensors of inference mode, which do not count."""
+    # called several times for each use of a layer; `is_inference` takes longer than to try
     try:
         return tensor._version
     except RuntimeError:
@@ -58,8 +57,8 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def constants(value: object) -> list[object]:
-    """What stands in ``value`` beside its tensors, as far as it can be compared: numbers, strings, None; of
-    anything else, and of tensors, the type."""
+    """The leaves of ``value`` in a form that can be compared: numbers, strings and None as they are; of
+    others, and of tensors, the type."""
     found: list[object] = []
 
     def note(leaf: object) -> object:
@@ -71,7 +70,7 @@ def constants(value: object) -> list[object]:
 
 
 def walk(values: Iterable[Any]) -> Iterator[Any]:
-    """Each of ``values``, in place of a list, tuple or dict what stands in it, in order."""
+    """The items of ``values`` in order, with lists, tuples and dicts replaced by their items."""
     for value in values:
         if isinstance(value, list | tuple):
             yield from walk(value)
@@ -85,19 +84,19 @@ def reachable(value: object) -> list[torch.Tensor]:
     """The tensors that can be reached from ``value``, also through the attributes of any object, each as
     often as it occurs."""
     tensors: list[torch.Tensor] = []
-    seen: set[int] = set()
+    entered: set[int] = set()
     stack = [value]
     while stack:
         item = stack.pop()
         if isinstance(item, torch.Tensor):
             tensors.append(item)
-        elif id(item) not in seen and not isinstance(item, _OPAQUE):
-            seen.add(id(item))
+        elif id(item) not in entered and not isinstance(item, _OPAQUE):
+            entered.add(id(item))
             stack.extend(_children(item))
     return tensors
 
 
-#: What holds no argument tensors, or far too many other things.
+#: Types without argument tensors, or with far too many other objects.
 _OPAQUE = (str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, torch.nn.Module)
 
 
@@ -110,13 +109,13 @@ def _children(value: object) -> Iterable[object]:
 
 
 _SEQUENCES = (tuple, list)
-#: What most values are made of, so that nothing else need be asked of it.
+#: The types of most leaves, tested first.
 _LEAVES = frozenset({torch.Tensor, _Hole, type(None), bool, int, float, str})
 
 
 def _map(function: Callable[[Any], object], value: Any) -> Any:
-    """``value`` with ``function`` applied to its leaves. Lists and mappings are built anew, all else only
-    where that changes it."""
+    """``value`` with ``function`` applied to its leaves. Lists and mappings are new objects, others only if a
+    leaf changes."""
     kind = type(value)
     if kind in _LEAVES:
         return function(value)
@@ -145,7 +144,7 @@ def _map(function: Callable[[Any], object], value: Any) -> Any:
         if items is not value:
             object.__setattr__(result, key, new)
         if isinstance(result, dict):
-            # a dataclass that is a dict too (as Hugging Face's outputs) shows its fields both ways
+            # a dataclass that is also a dict (outputs of Hugging Face) has its fields in both ways
             dict.__setitem__(result, key, new)
         elif items is value:
             result[key] = new

@@ -14,7 +14,8 @@ from streamer.torch_private import storage_bytes, storage_id
 
 
 class Saved(NamedTuple):
-    """A tensor that a graph has saved; PyTorch leaves it to hooks to see that it is not written."""
+    """A tensor that a graph has saved. With hooks for saved tensors, PyTorch does not check that it is not
+    written."""
 
     tensor: torch.Tensor
     version: int
@@ -40,8 +41,8 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 class SavedBytes:
-    """Counts storages that are held by anybody, each once however many hold it (a mask that every layer
-    is given, an output that is the next layer's input)."""
+    """Counts the bytes of held storages, each once even if several objects hold it (a mask that every layer
+    gets, an output that is the next layer's input)."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -61,7 +62,7 @@ class SavedBytes:
         return Held(self, held)
 
     def release(self, held: Mapping[int, int]) -> None:
-        """Count ``held`` no more."""
+        """Stop counting ``held``."""
         with self._lock:
             for storage, nbytes in held.items():
                 self._holders[storage] -= 1

@@ -108,7 +108,7 @@ class _Run:
             if with_state and dict.__contains__(held, param)
         }
         self.optimizer = ready(Values.of(optimizer).shadow(optimizer, self._params, state))
-        self.seen: list[list[torch.Tensor]] = []
+        self.results: list[list[torch.Tensor]] = []
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -142,7 +142,7 @@ class _Run:
         for step in range(self._steps):
             self._set_gradients(step)
             self._call.run(self.optimizer)
-            self.seen.append([param.detach().clone() for param in self.params])
+            self.results.append([param.detach().clone() for param in self.params])
 
     def run(self, way: Way) -> None:
         stand_ins = {id(param): stand_in_for(param) for param in self.params}
@@ -157,12 +157,12 @@ class _Run:
                     take(part)
             else:
                 step.take_all(parts, paged=way is Way.PAGED)
-            step.adopt()
-            self.seen.append([param.detach().clone() for param in self.params])
+            step.apply()
+            self.results.append([param.detach().clone() for param in self.params])
 
     def differing(self, other: _Run) -> str:
         """The name of a difference from another run, empty if there is none."""
-        if not same(self.seen, other.seen):
+        if not same(self.results, other.results):
             return "a parameter"
         if names := Values.of(self.optimizer).differing(Values.of(other.optimizer)):
             return names[0]
@@ -171,20 +171,20 @@ class _Run:
 
 
 class _TinyPart:
-    """A part whose masters are tensors; the memory that shows them holds NaN between steps."""
+    """A part whose masters are tensors; the stand-ins' memory holds NaN between steps."""
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.params = params
-        self._shown: list[nn.Parameter] = []
+        self._stand_ins: list[nn.Parameter] = []
 
     def load(self, stand_ins: StandIns) -> None:
-        self._shown = [stand_ins[id(param)] for param in self.params]
-        for stand_in, param in zip(self._shown, self.params, strict=True):
+        self._stand_ins = [stand_ins[id(param)] for param in self.params]
+        for stand_in, param in zip(self._stand_ins, self.params, strict=True):
             assert param.grad is not None
             stand_in.data, stand_in.grad = param.detach().clone(), param.grad.clone()
 
     def store(self) -> None:
-        for stand_in, param in zip(self._shown, self.params, strict=True):
+        for stand_in, param in zip(self._stand_ins, self.params, strict=True):
             param.data.copy_(stand_in.detach())
             stand_in.data.fill_(torch.nan)
             assert stand_in.grad is not None

@@ -74,7 +74,7 @@ class Replay:
         self.check_ranks(type(optimizer).__name__)
         executor.across.divide_by_parameter()
         if not executor.gradients.are_kept:
-            executor.gradients.early.add(self._update_on_landing)
+            executor.gradients.early.add(self._update_in_backward)
 
     def take_over(self, params: Iterable[nn.Parameter]) -> None:
         """Become the one optimizer that updates ``params`` in backward, in place of an earlier one."""
@@ -248,7 +248,7 @@ class Replay:
         early = executor.gradients.early
         if not executor.gradients.are_kept:
             executor.gradients.check_unwritten()
-            early.next_step(self._update_on_landing)
+            early.next_step(self._update_in_backward)
         overflows, factor = _of_scaler(optimizer)
         if self._begun is not None and factor != 1:
             raise RuntimeError(
@@ -261,17 +261,17 @@ class Replay:
         step = self._begun or self._new_step(optimizer, call)
         self._begun = None
         updates = self._updates(optimizer, step, executor.gradients.factor * factor)
-        told = f"{type(optimizer).__name__}, checksum {crc32(repr(step.before.groups).encode()):08x}"
+        description = f"{type(optimizer).__name__}, checksum {crc32(repr(step.before.groups).encode()):08x}"
         plain = [param for param in _params(optimizer) if home_of(param) is None and param.grad is not None]
         elsewhere = [_Elsewhere(plain)] if plain else []
         result = None
         if self._by_part:
             for part in elsewhere:
                 step.take(part)
-            executor.step({index: (update, update.nbytes) for index, update in updates.items()}, told)
+            executor.step({index: (update, update.nbytes) for index, update in updates.items()}, description)
         else:
-            result = self._step_together(step, updates, elsewhere, told)
-        step.adopt()
+            result = self._step_together(step, updates, elsewhere, description)
+        step.apply()
         return result
 
     def _updates(self, optimizer: Optimizer, step: Step, scale: float | None) -> dict[int, _UnitUpdate]:
@@ -294,7 +294,7 @@ class Replay:
         return updates
 
     def _step_together(
-        self, step: Step, updates: Mapping[int, _UnitUpdate], elsewhere: Sequence[Masters], told: str
+        self, step: Step, updates: Mapping[int, _UnitUpdate], elsewhere: Sequence[Masters], description: str
     ) -> Any:
         """Update all parameters in one step, and wait for it; one rank of each machine takes the step."""
         executor = self.executor
@@ -306,13 +306,13 @@ class Replay:
         }
         for index in [*updates][:1]:
             work[index] = together, sum(update.nbytes for update in updates.values())
-        executor.step(work, told)
+        executor.step(work, description)
         if not updates:
             together.take()
         executor.synchronize()
         after = step.after
         mine = after.groups, after.attributes, after.state, together.result
-        of_all = executor.ranks.exchange(f"the values after a step of {told}", mine)
+        of_all = executor.ranks.exchange(f"the values after a step of {description}", mine)
         groups, attributes, others, result = executor.ranks.of_shares(of_all)[0]
         step.after = Values(groups, attributes, others, after.params)
         return result
@@ -334,7 +334,7 @@ class Replay:
             step.foresee()
             updates = self._updates(optimizer, step, scale=None)
             self.executor.step({index: (update, update.nbytes) for index, update in updates.items()}, method)
-            step.adopt()
+            step.apply()
 
     def state_dict(self, optimizer: Optimizer, *, from_disk: bool = True) -> dict[str, Any]:
         """``optimizer.state_dict()``, with the state of all ranks; every rank must call it. ``from_disk``
@@ -396,7 +396,7 @@ class Replay:
     # update="backward"
 
     @as_plain
-    def _update_on_landing(self, unit: Unit, used: Sequence[bool]) -> Update | None:
+    def _update_in_backward(self, unit: Unit, used: Sequence[bool]) -> Update | None:
         """The update of ``unit`` in backward, from the gradients of its ``used`` parameters."""
         optimizer = self._optimizer()
         if optimizer is None:

@@ -22,20 +22,20 @@ from streamer.store.shard import array
 
 
 class Memory(NamedTuple):
-    """One parameter's ``weight`` and ``gradient``, flat. ``beside`` completes a 16-bit weight to a master: it
-    is the remainder of a bf16 weight, the fp32 master of an fp16 one. The gradient is multiplied by ``scale``
-    first. The state is in the parameter's ``shape``."""
+    """One parameter's ``weight`` and ``gradient``, flat. ``master_data`` completes a 16-bit weight to a
+    master: it is the remainder of a bf16 weight, the fp32 master of an fp16 one. The gradient is multiplied
+    by ``scale`` first. The state is in the parameter's ``shape``."""
 
     weight: torch.Tensor
-    beside: torch.Tensor
+    master_data: torch.Tensor
     gradient: torch.Tensor
     scale: float
     shape: torch.Size
 
     def arrays(self) -> tuple[Any, Any, Any]:
-        """Weight, `beside` (None for an fp32 weight) and gradient, in the form that the kernels take."""
-        beside = None if self.weight.dtype == FP32 else array(self.beside)
-        return array(self.weight), beside, array(self.gradient)
+        """Weight, `master_data` (None for an fp32 weight) and gradient, in the form that the kernels take."""
+        master_data = None if self.weight.dtype == FP32 else array(self.master_data)
+        return array(self.weight), master_data, array(self.gradient)
 
 
 #: Updates a parameter and its state with the options of its group.
@@ -72,14 +72,14 @@ def _adamw(memory: Memory, state: dict[str, Any], group: Mapping[str, Any]) -> N
     hyper = native.Hyper(
         float(group["lr"]), beta1, beta2, group.get("adam_eps", group["eps"]), group["weight_decay"], step
     )
-    weight, beside, gradient = memory.arrays()
+    weight, master_data, gradient = memory.arrays()
     segments = [native.Segment(0, len(weight), hyper)]
     moments = array(state["exp_avg"]), array(state["exp_avg_sq"])
     if memory.weight.dtype == FP32:
         native.adamw_fp32(weight, gradient, *moments, segments, grad_scale=memory.scale)
     else:
         kernel = native.adamw_fp16 if memory.weight.dtype == FP16 else native.adamw_split
-        kernel(weight, beside, gradient, *moments, segments, grad_scale=memory.scale)
+        kernel(weight, master_data, gradient, *moments, segments, grad_scale=memory.scale)
 
 
 def _sgd(memory: Memory, state: dict[str, Any], group: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@
     shadow = before.shadow(optimizer, stand_ins)     # an optimizer of the same class
     plain_step(type(shadow))(shadow)
     after = Values.of(shadow)
-    after.adopted_by(optimizer, before)
+    after.apply_to(optimizer, before)
 
 The *values* of an optimizer are everything that belongs to no single parameter: the options and counters of
 its groups, its own attributes, state under keys that are not parameters. A step for some of the parameters
@@ -116,7 +116,7 @@ class Values:
                     shadow.state[stand_ins[id(param)]] = state[id(param)]
         return shadow
 
-    def adopted_by(self, optimizer: Optimizer, before: Values) -> None:
+    def apply_to(self, optimizer: Optimizer, before: Values) -> None:
         """Set in ``optimizer`` the values that differ from ``before``. Other values keep changes since then
         (``lr`` by a scheduler)."""
         tables: list[dict[Any, Any]] = [*optimizer.param_groups, vars(optimizer), optimizer.state]
@@ -138,9 +138,9 @@ class Values:
 
 def stand_in_for(param: torch.Tensor) -> nn.Parameter:
     """An fp32 parameter on the host in the shape of ``param``, without memory of its own."""
-    made = nn.Parameter(torch.zeros((), dtype=torch.float32, device="cpu").expand(param.shape))
-    vars(made)[_STANDS_FOR] = param
-    return made
+    stand_in = nn.Parameter(torch.zeros((), dtype=torch.float32, device="cpu").expand(param.shape))
+    vars(stand_in)[_STANDS_FOR] = param
+    return stand_in
 
 
 def original(param: torch.Tensor) -> torch.Tensor:

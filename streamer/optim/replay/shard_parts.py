@@ -101,7 +101,7 @@ class OnShard:
         self._shard, self._elements = shard, range(elements.start, elements.stop)
         #: completes 16-bit weights to masters
         self._purpose = MASTERS if part.dtype == FP16 else REMAINDERS
-        self._beside = self._read_beside() if part.dtype != FP32 else self._weight
+        self._master_data = self._read_master_data() if part.dtype != FP32 else self._weight
 
     def load(self, stand_ins: StandIns) -> None:
         self._piece(self._part.slices, self.params).load(stand_ins)
@@ -112,7 +112,7 @@ class OnShard:
 
     def store_in_place(self) -> None:
         if self._part.dtype != FP32 and self._shard.is_on_disk(self._purpose):
-            self._shard.disk.write(self._purpose, self._elements, self._beside)
+            self._shard.disk.write(self._purpose, self._elements, self._master_data)
 
     def pieces(self) -> Iterator[Piece]:
         """Adjacent small parameters together, and each large one in flat pieces of equal length."""
@@ -149,20 +149,20 @@ class OnShard:
         assert self._scale is not None, "rules are for steps"
         for each in self._part.slices:
             place = _slice(self._place(each))
-            tensors = self._weight[place], self._beside[place], self._gradient[place]
+            tensors = self._weight[place], self._master_data[place], self._gradient[place]
             yield Memory(*tensors, self._scale, torch.Size(each.param.shape))
 
     def join(self, elements: range) -> torch.Tensor:
         """The masters of these elements of the part, in the scratch or in their own place."""
-        weight, beside = self._weight[_slice(elements)], self._beside[_slice(elements)]
+        weight, rest = self._weight[_slice(elements)], self._master_data[_slice(elements)]
         if self._part.dtype == FP32:
             return weight
         if self._part.dtype == FP16:
             # a weight that differs from its rounded master was written by the user's code: [Note: masters]
-            is_kept = beside.to(FP16).view(torch.int16) == weight.view(torch.int16)
-            return beside.copy_(torch.where(is_kept, beside, weight.to(FP32)))
+            is_kept = rest.to(FP16).view(torch.int16) == weight.view(torch.int16)
+            return rest.copy_(torch.where(is_kept, rest, weight.to(FP32)))
         into = self._scratch[0, : len(elements)]
-        native.join(array(weight), array(beside), array(into))
+        native.join(array(weight), array(rest), array(into))
         return into
 
     def gradients(self, elements: range) -> torch.Tensor | None:
@@ -180,13 +180,13 @@ class OnShard:
 
     def split(self, elements: range) -> None:
         """Write the masters of these elements back, in memory."""
-        weight, beside = self._weight[_slice(elements)], self._beside[_slice(elements)]
+        weight, rest = self._weight[_slice(elements)], self._master_data[_slice(elements)]
         if self._part.dtype == FP16:
-            weight.copy_(beside)
+            weight.copy_(rest)
         elif self._part.dtype == BF16:
-            native.split(array(self._scratch[0, : len(elements)]), array(weight), array(beside))
+            native.split(array(self._scratch[0, : len(elements)]), array(weight), array(rest))
 
-    def _read_beside(self) -> torch.Tensor:
+    def _read_master_data(self) -> torch.Tensor:
         if self._shard.is_on_disk(self._purpose):
             return self._shard.disk.read(self._purpose, self._elements)
         # if machines divide the state, the shard has a piece

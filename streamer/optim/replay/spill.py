@@ -51,17 +51,17 @@ class OnDisk:
         """The tensor, in the memory ``into`` (flat uint8) or in new memory. Raises DiskError."""
         into = self.buffer(self.extent.padded_bytes) if into is None else into
         self.disk.read(self.extent, into)
-        return self._shown_in(into)
+        return self._view_in(into)
 
     def write(self, tensor: torch.Tensor, through: torch.Tensor) -> None:
         """Write ``tensor`` by way of the memory ``through`` (flat uint8): it is there already, or is copied.
         Raises DiskError."""
-        there = self._shown_in(through)
+        there = self._view_in(through)
         if there.data_ptr() != tensor.data_ptr():
             there.copy_(tensor)
         self.disk.write(self.extent, through)
 
-    def _shown_in(self, memory: torch.Tensor) -> torch.Tensor:
+    def _view_in(self, memory: torch.Tensor) -> torch.Tensor:
         flat = memory[: prod(self.shape) * self.dtype.itemsize].view(self.dtype)
         return flat.as_strided(self.shape, self.stride)
 

@@ -287,9 +287,9 @@ class Step:
         self.after = Values.of(shadow)
         return result
 
-    def adopt(self) -> None:
+    def apply(self) -> None:
         """Set the optimizer's values to those after the step."""
-        self.after.adopted_by(self._optimizer, self.before)
+        self.after.apply_to(self._optimizer, self.before)
 
     def _shadow(self, stand_ins: StandIns, params: Sequence[nn.Parameter]) -> Optimizer:
         states = zip(params, self.states.fetch(params), strict=True)

@@ -268,7 +268,7 @@ def test_moments_for_which_the_disk_has_no_room_leave_the_old_ones_alone(tmp_pat
     streamer.synchronize(model)
     held = wrapped(model).executor.host_bytes(), wrapped(model).executor.disk_bytes()
     full = True
-    with pytest.raises(DiskError, match=rf"disk={tmp_path}/disk0 has no room: [0-9]+ bytes are asked of it"):
+    with pytest.raises(DiskError, match=rf"disk={tmp_path}/disk0 has no room: [0-9]+ bytes are needed"):
         adamw(model, torch.bfloat16)
     assert (wrapped(model).executor.host_bytes(), wrapped(model).executor.disk_bytes()) == held
     assert [a_step(model, optimizer, number) for number in range(3, STEPS)] == losses[3:]

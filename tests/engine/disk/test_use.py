@@ -410,7 +410,7 @@ def wrong(tmp_path: Path, disk: object, **options: Any) -> str:
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     assert wrong(tmp_path, tmp_path / "none") == (
-        f"disk={tmp_path}/none: this process sees no such folder: make it, or give one that is there"
+        f"disk={tmp_path}/none: no such folder for this process: create it, or use an existing one"
     )
     (tmp_path / "file").write_text("")
     assert wrong(tmp_path, tmp_path / "file") == f"disk={tmp_path}/file is not a folder: give a folder"
@@ -434,7 +434,7 @@ def test_a_disk_without_room_for_masters_leaves_the_model_as_it_was(tmp_path: Pa
 
     folder = disks(tmp_path, system=System(allocate=allocate))
     told = wrong(tmp_path, folder, host_memory=least())
-    assert re.match(rf"disk={tmp_path}/disk0 has no room: [0-9]+ bytes are asked of it", told)
+    assert re.match(rf"disk={tmp_path}/disk0 has no room: [0-9]+ bytes are needed", told)
 
 
 def test_moments_without_room_for_the_ring_are_refused(tmp_path: Path) -> None:

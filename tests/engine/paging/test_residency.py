@@ -21,7 +21,7 @@ from streamer.engine.paging.pager import WeightSlots
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import Op, OpKind, Place
-from streamer.engine.schedule.order import Phase, Visit
+from streamer.engine.schedule.order import LayerUse, Phase
 from streamer.planner.machine import H200
 from tests.engine.paging.least_bytes import (
     Cycle,
@@ -75,7 +75,7 @@ def moved(cycle: Cycle, phases: Sequence[Phase], slots: int, *, count: int = 12)
     for number in range(2 * count):
         copied *= number != count
         for visit, (unit, phase) in enumerate(zip(cycle.visits, phases, strict=True)):
-            with executor.pager.visited(executor.units[unit], Visit(unit, phase)):
+            with executor.pager.resident(executor.units[unit], LayerUse(unit, phase)):
                 pass
             for updated in cycle.updates.get(visit, ()):
                 if cycle.trained[updated]:
@@ -182,7 +182,7 @@ def slots_after(model: nn.Module, optimizer: streamer.AdamW, *losses: LossOf) ->
 
 
 @cache
-def bytes_beside_slots(loss_of: LossOf = language_loss, **options: Any) -> int:
+def bytes_outside_slots(loss_of: LossOf = language_loss, **options: Any) -> int:
     """What one step takes at most, less two slots."""
     with streamed(gpt(), **options) as model:
         one_step(model, streamer.AdamW(model.parameters()), 0, loss_of)
@@ -202,7 +202,7 @@ def test_a_budget_is_filled_after_the_first_step(
     room: int, expected: int, update: str, activations: str
 ) -> None:
     options: dict[str, Any] = {"update": update, "activations": activations}
-    beside = bytes_beside_slots(**options)
+    beside = bytes_outside_slots(**options)
     for missing in (0, 1) if 2 < room < 20 else (0,):
         with within(beside + room * LAYER - missing, gpt(), **options) as model:
             optimizer = streamer.AdamW(model.parameters())
@@ -224,14 +224,14 @@ def test_slots_that_come_and_go_change_no_value(update: str) -> None:
     options: dict[str, Any] = {"update": update, "clip": update == "step", "loss_of": loss_of, "steps": 4}
     slow = {lane: lambda: 0.002 for lane in (Lane.H2D, Lane.HOST)}
     backend = ThreadBackend(poison=True, delays=slow)
-    budget = bytes_beside_slots(wide_loss, update=update) + 2 * LAYER
+    budget = bytes_outside_slots(wide_loss, update=update) + 2 * LAYER
     actual = train_streamed(gpt(), device_memory=budget, backend=backend, **options)
     assert_same(actual, train_streamed(gpt(), **options))
 
 
 def test_slots_are_given_back_to_longer_batches() -> None:
     """As many as must be, at the end of the step that has shown it, and they do not come again."""
-    small, large = bytes_beside_slots(), bytes_beside_slots(wide_loss)
+    small, large = bytes_outside_slots(), bytes_outside_slots(wide_loss)
     # the larger step itself is over the budget on a device that would let it
     budget = large + 3 * LAYER
     with streamed(gpt(), device_memory=budget) as model:

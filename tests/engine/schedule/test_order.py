@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from streamer.engine.schedule.order import Order, Phase, Visit, farthest
+from streamer.engine.schedule.order import LayerUse, Order, Phase, farthest
 
 PHASES = {phase.value: phase for phase in Phase}
 
@@ -13,7 +13,7 @@ def after(visits: str, *, units: int = 3) -> Order:
     """An order that has seen ``visits``, as ``"F0 F1 B1 B0"``."""
     order = Order(range(units))
     for visit in visits.split():
-        order.visit(Visit(int(visit[1:]), PHASES[visit[0]]))
+        order.advance(LayerUse(int(visit[1:]), PHASES[visit[0]]))
     return order
 
 

@@ -31,7 +31,7 @@ def test_a_weight_is_shown_on_another_device_and_back(kind: str) -> None:
     weight.__class__ = guarded
     own = [part.detach().clone() for part in composite.parts()]
     for device in ("meta", "cpu"):
-        composite.show([part.to(device) for part in own])
+        composite.set_parts([part.to(device) for part in own])
         assert module.weight is weight and isinstance(weight, nn.Parameter)
         assert {weight.device.type, *(part.device.type for part in composite.parts())} == {device}
         assert weight.of_the_user == "kept" and type(weight) is guarded
