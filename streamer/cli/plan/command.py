@@ -22,6 +22,7 @@ from streamer.cli.config import Config, ConfigError, dump_config, quoted, with_k
 from streamer.cli.plan.planning import Models, RunPlan, RunPlanOf, plan_run, settle, this_machine
 from streamer.cli.plan.variants import (
     FURTHEST,
+    SHARES,
     Changed,
     batches,
     faster,
@@ -441,8 +442,9 @@ def _disk(plan: RunPlan, plan_of: RunPlanOf) -> Iterator[str]:
 
 def _batches(plan: RunPlan, plan_of: RunPlanOf) -> Iterator[str]:
     wide = max(10, *(len(lane.value) for lane in _lanes_of(plan)))
+    number = max(10, len(f"{int(SHARES[-1] * plan.tokens):,}") + 2)
     yield (
-        f"{'batch':>8}{'tokens':>10}{'slots':>7}{'step s':>10}{'tokens/s':>12}  {'bottleneck':{wide}}"
+        f"{'batch':>8}{'tokens':>{number}}{'slots':>7}{'step s':>10}{'tokens/s':>12}  {'bottleneck':{wide}}"
         f"{'device':>12}{'host':>12}"
     )
     table: list[RunPlan] = []
@@ -450,7 +452,7 @@ def _batches(plan: RunPlan, plan_of: RunPlanOf) -> Iterator[str]:
         table.append(one)
         prediction = one.step.prediction
         yield (
-            f"{one.config.train.per_device_train_batch_size:>8}{one.tokens:>10,}{one.step.num_slots:>7}"
+            f"{one.config.train.per_device_train_batch_size:>8}{one.tokens:>{number},}{one.step.num_slots:>7}"
             f"{prediction.seconds:>10.3f}{one.tokens_per_second:>12,.0f}  "
             f"{prediction.binding_lane.value:{wide}}{amount(one.device_needed):>12}{amount(one.host_needed):>12}"
             f"{'' if one.fits else '  does not fit'}"
