@@ -312,7 +312,8 @@ def _changed_config(folder: str, args: Mapping[str, Any]) -> Any:
 def add_adapters(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:
     """``model`` with the adapters of ``[lora]``, its own parameters frozen (Hu et al., 2021,
     arXiv:2106.09685). Raises ConfigError for options that peft refuses or that need the base's values."""
-    peft = peft_library()
+    import peft
+
     if lora.get("init_lora_weights", True) is not True:
         raise ConfigError("[lora] init_lora_weights: adapters start from peft's default values: leave it out")
     if name := next((name for name in OF_VALUES if lora.get(name)), None):
@@ -325,13 +326,3 @@ def add_adapters(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:
     # `save_pretrained` writes only the adapters
     adapted._hf_peft_config_loaded = True  # type: ignore[assignment]
     return adapted
-
-
-def peft_library() -> Any:
-    """The peft library. Raises ConfigError if it is not installed."""
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise ConfigError(
-            f"[lora] needs the peft library ({error}): pip install 'layer-streamer[hf]'"
-        ) from error

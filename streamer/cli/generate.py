@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import streamer
+from streamer.cli.build import refusals
 from streamer.cli.config import ConfigError, SampleConfig
-from streamer.cli.data.dataset import load_tokenizer
-from streamer.cli.data.documents import Words, token_after_answer
+from streamer.cli.data import load_tokenizer, token_after_answer
 from streamer.engine.handle import wrapped
 from streamer.integrations.causal_lm import without_adapters
 
@@ -30,7 +30,7 @@ class Writer:
         found = {
             *(own if isinstance(own, list) else [own]),
             tokenizer.eos_token_id,
-            token_after_answer(Words.of(tokenizer)),
+            token_after_answer(tokenizer),
         }
         #: the tokens that end a text
         self.ends = sorted(token for token in found if token is not None)
@@ -79,9 +79,8 @@ class Writer:
 
     def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """A chat in the tokenizer's template, up to the answer."""
-        words = Words.of(self.tokenizer)
-        if not words.has_template:
-            raise ConfigError(f"a chat needs a template, and the tokenizer{words.source} has none: use texts")
+        if not self.tokenizer.chat_template:
+            raise ConfigError("a chat needs a template, and the tokenizer has none: use texts")
         try:
             text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template may raise anything
@@ -108,7 +107,7 @@ def chat(place: str, options: SampleConfig, *, device: str | None = None) -> Non
     tokenizer = load_tokenizer(str(folder))
     writer = Writer(model, tokenizer, options)
     printing = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    is_chat = Words.of(tokenizer).has_template
+    is_chat = bool(tokenizer.chat_template)
     if not is_chat:
         print("The tokenizer has no chat template: the model continues your text.")
     messages: list[dict[str, str]] = []
@@ -142,12 +141,11 @@ def folder_of_run(place: Path) -> Path:
 
 def load(folder: Path, device: str | None) -> nn.Module:
     """The model in ``folder``, streamed; adapters are added to their base."""
-    from streamer.cli.build import peft_library, refusals
-
     with refusals(str(folder)):
         if not (folder / "adapter_config.json").is_file():
             return streamer.from_pretrained(folder, device=device)
-        peft = peft_library()
-        base = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
+        import peft
+
+        base = peft.PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
         model: Any = streamer.from_pretrained(base, device=device)
-        return peft.PeftModel.from_pretrained(model, folder)  # type: ignore[no-any-return]
+        return peft.PeftModel.from_pretrained(model, folder)

@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+
 from streamer.checkpoint.manifest import new_file
 from streamer.cli.config import ConfigError
-
-try:
-    import matplotlib
-except ImportError:
-    raise ConfigError("streamer plot needs matplotlib: pip install 'layer-streamer[plot]'") from None
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402 - after the choice of a backend that needs no screen

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from models.gpt2 import GPT
-from streamer.cli import loop, run
+from streamer.cli import loop
 from streamer.cli.config import TrainConfig, load_config
 from streamer.cli.loop import load_text, loss_function, schedule
 from streamer.cli.main import main
@@ -129,7 +129,7 @@ def test_a_run_resumes_to_the_bit(config: Path, tmp_path: Path, capsys: pytest.C
     ]
     capsys.readouterr()
     assert "is the end of its run" in refused(capsys, "train", str(config), *dropout, "--resume")
-    assert "was written with model.args" in refused(
+    assert "is of another model" in refused(
         capsys, "train", str(config), *sets("model.args.n_layer=4", "train.max_steps=9"), "--resume"
     )
     assert main(["train", str(config), *dropout, "--steps", "7", "--resume"]) == 0
@@ -178,15 +178,6 @@ def test_what_cannot_run_is_one_line(
     assert main(["train", str(config), *sets(*settings)]) == 2
     errors = capsys.readouterr().err
     assert expected in errors
-    assert not (tmp_path / "run").exists()
-
-
-def test_too_little_room_on_disk(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    usage: Any = type("Usage", (), {"free": 100_000})
-    monkeypatch.setattr(run.shutil, "disk_usage", lambda path: usage)
-    assert "the run's files do not fit: 3 checkpoints of" in refused(capsys, "train", str(config))
     assert not (tmp_path / "run").exists()
 
 

@@ -20,7 +20,7 @@ import peft
 import transformers
 from safetensors.torch import load_file
 
-from streamer.cli import run, shipped
+from streamer.cli import shipped
 from streamer.cli.config import SampleConfig, load_config
 from streamer.cli.generate import chat as talk
 from streamer.cli.main import main
@@ -77,7 +77,7 @@ def test_what_a_run_leaves(work: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert [sample["step"] for sample in samples] == [3, 6] and samples[0]["prompt"] == "after 3?"
     summary = json.loads((out / "summary.json").read_text())
     assert summary["last_val_loss"] < summary["first_val_loss"]
-    assert "60 documents in" in printed and "overlap" in printed and "step 6: loss" in printed
+    assert "60 documents in" in printed and "overlap" in printed and "'loss': " in printed
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(out / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(out / "model")
     text = tokenizer.apply_chat_template(chat(60), tokenize=False)
@@ -230,13 +230,6 @@ def test_folders_that_are_no_model(
     assert "there is no tokenizer in it" in refused(capsys, *command())
 
 
-def test_too_little_room_on_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    usage: Any = type("Usage", (), {"free": 100_000})
-    monkeypatch.setattr(run.shutil, "disk_usage", lambda path: usage)
-    assert "the run's files do not fit: 3 checkpoints of" in refused(capsys, *command())
-    assert not Path("run").exists()
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "bloom"])
 @pytest.mark.parametrize("packing", ["true", "false"])
 def test_models_that_take_other_arguments(
@@ -260,14 +253,11 @@ def test_models_that_take_other_arguments(
 
 
 def test_defaults_differ_from_the_trainers_where_the_documentation_says_so() -> None:
-    config = load_config(
-        HOME / "configs" / "hf-finetune.toml", ["model.path=llama", "optimizer.state_dtype=int8"]
-    )
+    config = load_config(HOME / "configs" / "hf-finetune.toml", ["model.path=llama"])
     args = arguments_of(config)
     text = (HOME / "docs" / "configurations.md").read_text()
     for name, value in (("assistant_only_loss", True), ("bf16", False), ("gradient_checkpointing", False)):
         assert getattr(args, name) is value and f"`{name} = {str(value).lower()}`" in text
-    assert args.optim_args == "state_dtype=int8,skip_nonfinite=true"
     assert error_of(
         arguments_of, load_config(HOME / "configs" / "hf-finetune.toml", ["model.path=x", "train.foo=1"])
     )
