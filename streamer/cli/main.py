@@ -114,12 +114,6 @@ def command_line() -> argparse.ArgumentParser:
     configs.add_argument("name", nargs="?", help="the one to copy")
     configs.add_argument("--to", metavar="FILE", help="default: NAME.toml in the current folder")
     calibrate = commands.add_parser("calibrate", help="measure this machine, for plans")
-    calibrate.add_argument(
-        "config", nargs="?", help="measure at the shapes and in the dtype of this configuration"
-    )
-    calibrate.add_argument(
-        "--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help=argparse.SUPPRESS
-    )
     calibrate.add_argument("--device", help='"cuda" or "cpu"; default: CUDA if there is one')
     calibrate.add_argument(
         "--disk",
@@ -318,7 +312,6 @@ def _configs(arguments: Namespace) -> None:
 
 
 def _calibrate(arguments: Namespace) -> None:
-    config = None if arguments.config is None else _config(arguments)
     with importing():
         from streamer.cli.calibrate.command import calibrate
-    calibrate(config, device=arguments.device, output=Path(arguments.output), disk=arguments.disk)
+    calibrate(device=arguments.device, output=Path(arguments.output), disk=arguments.disk)

@@ -38,7 +38,6 @@ def test_the_package_is_the_command(tmp_path: Path) -> None:
         (["--help"], 0, "streamer train DIR"),
         (["trian"], 2, "invalid choice: 'trian'"),
         (["train", "absent.toml"], 2, "streamer: absent.toml: No such file"),
-        (["calibrate", "absent.toml"], 2, "streamer: absent.toml: No such file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

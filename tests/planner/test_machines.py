@@ -250,10 +250,3 @@ def test_a_virtual_backend_takes_the_callers_time_too(kind: str) -> None:
     flops = 2 * 100 * 100 * 10
     assert event.span() == Span(8, 8, 8 + flops)
     assert backend.flops == flops
-
-
-def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    text = dump_machine(MACHINES["h200"]).replace("calibrated = false\n", "multiprocessors = 132\n")
-    path = tmp_path / "machine.toml"
-    path.write_text(f"{text}\n[measured]\nrounds = 9\n")
-    assert load_machine(path) == replace(MACHINES["h200"], calibrated=True), "it was measured"

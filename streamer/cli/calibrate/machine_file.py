@@ -40,8 +40,6 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
 
 
 MACHINE, BESIDE, MEASURED = "machine", "beside", "measured"
-#: Keys of files that earlier versions wrote.
-FORMER = {"multiprocessors", "threads_per_multiprocessor"}
 
 _SHARE = number("above 0 and at most 1", lambda value: 0 < value <= 1)
 _OTHERS = {
@@ -73,9 +71,8 @@ def load_machine(path: str | os.PathLike[str]) -> Machine:
     if MACHINE not in tables:
         raise ConfigError(f"{path}: there is no [{MACHINE}]: give a file that streamer calibrate has written")
     beside = section(Beside, BESIDE, tables.get(BESIDE, {}), str(path), kinds=_BESIDE)
-    values = {key: value for key, value in tables[MACHINE].items() if key not in FORMER}
-    made: Machine = section(Machine, MACHINE, values, str(path), kinds=_MACHINE)
-    return replace(made, beside=beside, calibrated=made.calibrated or MEASURED in tables)
+    found: Machine = section(Machine, MACHINE, tables[MACHINE], str(path), kinds=_MACHINE)
+    return replace(found, beside=beside)
 
 
 def dump_machine(machine: Machine, measured: Mapping[str, Any] | None = None) -> str:
