@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 import streamer
 from streamer.backends.base import Backend
 from streamer.checkpoint.tensors import in_a_line
-from streamer.cli.config import FACTORY, Config, ConfigError, ModelConfig, with_keys
+from streamer.cli.config import Config, ConfigError, ModelConfig, with_keys
 from streamer.cli.shipped import model_module
 from streamer.config_values import nearest
 from streamer.errors import DiskError
@@ -107,14 +107,14 @@ def _dims_of_rows(config: Config) -> dict[str, Any]:
 
 
 #: The classes for names in ``optimizer.name``.
-OPTIMIZERS: dict[str, Callable[[], type[torch.optim.Optimizer]]] = {
-    "adamw": lambda: streamer.AdamW,
-    "lion": lambda: streamer.Lion,
-    "muon": lambda: streamer.Muon,
-    "sgd": lambda: torch.optim.SGD,
-    "adafactor": lambda: torch.optim.Adafactor,
-    "adagrad": lambda: torch.optim.Adagrad,
-    "rmsprop": lambda: torch.optim.RMSprop,
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "adamw": streamer.AdamW,
+    "lion": streamer.Lion,
+    "muon": streamer.Muon,
+    "sgd": torch.optim.SGD,
+    "adafactor": torch.optim.Adafactor,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
 }
 
 
@@ -134,7 +134,7 @@ def optimizer_of(config: Config) -> tuple[type[torch.optim.Optimizer], dict[str,
     """The optimizer's class, and its options: those of `[train]` that it takes, then ``optimizer.args``.
     Raises ConfigError for a missing class."""
     train, own = config.train, config.optimizer
-    kind = OPTIMIZERS[own.name]() if own.name in OPTIMIZERS else _optimizer_at(own.name)
+    kind = OPTIMIZERS.get(own.name) or _optimizer_at(own.name)
     takes = inspect.signature(kind.__init__).parameters
     betas = train.adam_beta1, train.adam_beta2
     usual: dict[str, Any] = {"lr": train.learning_rate, "weight_decay": train.weight_decay}
@@ -262,8 +262,6 @@ class _NothingDrawn(TorchFunctionMode):
 def import_factory(spec: str) -> Callable[..., Any]:
     """The callable ``module:callable``, from the working directory, the installed modules or streamer's own
     models. Raises ConfigError if there is none; other errors of the module propagate unchanged."""
-    if not FACTORY.accepts(spec):
-        raise ConfigError(f"the factory must be {FACTORY.words}, not {spec!r}")
     module_name, _, attribute = spec.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as with `python -m`, and for later imports of the module

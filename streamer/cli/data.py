@@ -236,6 +236,8 @@ def documents_of(row: Mapping[str, Any], tokenizer: Any) -> list[Document]:
         if "instruction" in row:
             return _of_alpaca(row, tokenizer)
         prompt, answer = (row["prompt"], row["completion"]) if "prompt" in row else ("", row["text"])
+        if not isinstance(prompt, str):
+            raise TypeError
         return [Document(prompt + answer, [(len(prompt), len(prompt + answer))])]
     except (KeyError, TypeError, AttributeError):
         raise ConfigError(f"a line must be {FORMS}, with strings") from None

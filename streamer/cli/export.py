@@ -21,7 +21,7 @@ from torch import nn
 from streamer.checkpoint.manifest import NAME, Manifest, new_folder
 from streamer.checkpoint.save import BUFFERS, WEIGHTS
 from streamer.checkpoint.tensors import BY_NAME, Flushing, Piece, write_tensors
-from streamer.cli.build import add_adapters, dtype_of, import_factory, refusals, without_values
+from streamer.cli.build import add_adapters, dtype_of, refusals, without_values
 from streamer.cli.config import Config, ConfigError, load_config
 from streamer.errors import CheckpointError, amount, shortened
 from streamer.model.options import parse_bytes
@@ -30,7 +30,6 @@ from streamer.pretrained.architecture import is_quantized
 from streamer.pretrained.files import INDEX, SINGLE, Stored, stored_tensors
 from streamer.pretrained.match import Tensors
 from streamer.pretrained.quantized_files import with_quantized
-from streamer.version import __version__
 
 #: Files of a tokenizer, and of a model besides its weights and its config.
 COPIED = (
@@ -57,10 +56,9 @@ def export(
     ``run`` is a run's folder, for its last checkpoint or, with ``best``, the one with the lowest validation
     loss; or a checkpoint. Weights are the fp32 masters, rounded to ``dtype`` ("float32", "bfloat16" or
     "float16"; by default the dtype in which the run streamed them), as safetensors of at most ``shard_size``
-    bytes. The folder also has the files that loading needs: Hugging Face's, or for your own model
-    ``config.json`` and a ``README.txt`` with the code. For a run with ``[lora]`` only the adapters are
-    written, as peft does; with ``merge`` the whole model, with the adapters added in fp32. One tensor is in
-    memory at a time.
+    bytes, with the files that loading needs: Hugging Face's, or for your own model ``config.json``. For a run
+    with ``[lora]`` only the adapters are written, as peft does; with ``merge`` the whole model, with the
+    adapters added in fp32. One tensor is in memory at a time.
 
     Raises FileExistsError if ``to`` exists, `CheckpointError` for a checkpoint that is missing, damaged or of
     another model, `ConfigError` for an unknown option or a value beyond the range of ``dtype``, and OSError
@@ -259,36 +257,16 @@ def _write_shards(folder: Path, pieces: Sequence[Piece], limit: int) -> None:
 def _describe(
     folder: Path, model: Any, config: Config, dtype: torch.dtype, step: int, tied: Mapping[str, str]
 ) -> None:
-    """Write ``config.json``: Hugging Face's, or for your own model its function, and README.txt with the code
-    that loads it."""
+    """Write ``config.json``: Hugging Face's, or for your own model its function, and the names of tied
+    weights, which are in the files once."""
     if config.model.path is not None:
         if is_quantized(model):
             del model.config.quantization_config  # the written weights are not quantized
         model.config.architectures, model.config.dtype = [type(model).__name__], dtype
         model.config.save_pretrained(folder)
         return
-    factory = str(config.model.factory).partition(":")[2]
-    module = import_factory(str(config.model.factory)).__module__
     known = {"factory": config.model.factory, "args": config.model.args, "step": step, "tied": tied}
     (folder / "config.json").write_text(json.dumps(known, indent=2, default=str) + "\n")
-    code = f"""\
-Weights after step {step} in {str(dtype)[6:]}, written by streamer {__version__}. To load them, in this
-folder:
-
-    import json
-    from pathlib import Path
-    from safetensors.torch import load_file
-    from {module} import {factory}
-
-    config = json.loads(Path("config.json").read_text())
-    weights = {{}}
-    for path in sorted(Path().glob("*.safetensors")):
-        weights |= load_file(path)
-    weights |= {{name: weights[first] for name, first in config["tied"].items()}}
-    model = {factory}(**config["args"])
-    model.load_state_dict(weights)
-"""
-    (folder / "README.txt").write_text(code)
 
 
 def _merged(config: Config, stored: Mapping[str, Stored], dtype: torch.dtype) -> list[Piece]:

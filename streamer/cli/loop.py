@@ -197,13 +197,20 @@ class Loop:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """The mean loss on the validation batches, in nats per token; each rank computes part of them."""
+        """The mean loss on the validation batches, in nats per token; each rank computes part of them. Raises
+        ConfigError for a model that cannot run on them."""
         train, ranks = self.train, self.ranks
         batches = self.text.validation(
             train.eval_batches, train.per_device_train_batch_size, train.max_length
         )
-        with self._evaluating():
-            mine = [float(self.loss_of(self.model, batch)) for batch in batches[ranks.rank :: ranks.size]]
+        try:
+            with self._evaluating():
+                mine = [float(self.loss_of(self.model, batch)) for batch in batches[ranks.rank :: ranks.size]]
+        except (ValueError, IndexError) as error:
+            raise ConfigError(
+                f"the model cannot run on sequences of train.max_length = {train.max_length}: "
+                f"{in_keys(str(error))}; correct model.args or train.max_length"
+            ) from error
         found = ranks.exchange(f"the validation after step {self.step}", sum(mine), patient=True)
         loss: float = sum(found) / sum(batch[1].numel() for batch in batches)
         self.losses.setdefault("first_val_loss", loss)
@@ -281,7 +288,7 @@ def train_own(config: Config, *, resume: str | None = None) -> None:
             if checkpoint is not None:
                 loop.load(checkpoint)
             else:
-                _first_validation(loop)
+                loop.validate()
             out = Path(ranks.from_first("the folder of the run", str(out)))
             if ranks.is_first:
                 out.mkdir(parents=True, exist_ok=checkpoint is not None)
@@ -348,17 +355,6 @@ def _run(loop: Loop, out: Path, say: Callable[..., None]) -> None:
         trained = {"tokens_per_second": speed, **loop.losses, "unigram_loss": unigram}
         write_end(loop.model, out, first, trained, unit=unit)
     say(f"Written to {out}: streamer plot {out} draws it, streamer export {out} --to DIR writes its weights")
-
-
-def _first_validation(loop: Loop) -> None:
-    """Validate before the first step: a model that cannot run on this data raises ConfigError here."""
-    try:
-        loop.validate()
-    except (ValueError, IndexError) as error:
-        raise ConfigError(
-            f"the model cannot run on sequences of train.max_length = {loop.train.max_length}: "
-            f"{in_keys(str(error))}; correct model.args or train.max_length"
-        ) from error
 
 
 def _silent(*_: object, **__: object) -> None:

@@ -22,7 +22,6 @@ from tests.cli.common import refused
 TINY = Sizes(
     torch.float32,
     tokens=8,
-    weights=((16, 8), (8, 8)),
     hidden=8,
     context=4,
     head=4,

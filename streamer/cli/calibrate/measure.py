@@ -47,9 +47,7 @@ class VisitCosts:
         self._optimizer = streamer.AdamW(self._model.parameters(), lr=1e-6)
         self._inputs = torch.randn(TOKENS, HIDDEN, device=device)
         self._step()  # learns the order
-        with Operations() as operations:
-            self._step()
-        self._ops = operations.ops
+        self._ops = counted(self._step).ops
 
     def seconds(self) -> float:
         """Seconds per layer call, less its operations: what those take is measured before every step, so that
@@ -57,7 +55,9 @@ class VisitCosts:
         of_library: list[float] = []
         for _ in range(STEPS):
             of_operations = self._seconds_per_op() * self._ops
-            of_library.append(_seconds(self._step) - of_operations)
+            began = time.perf_counter()
+            self._step()
+            of_library.append(time.perf_counter() - began - of_operations)
         # each layer's forward and its backward
         return max(0.0, statistics.median(of_library)) / (2 * LAYERS)
 
@@ -69,13 +69,6 @@ class VisitCosts:
         self._model(self._inputs).square().mean().backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-
-
-def _seconds(work: Callable[[], None]) -> float:
-    """The caller's time for ``work``."""
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def _layer() -> nn.Module:
@@ -98,14 +91,13 @@ REPEATS = 20
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: products of ``tokens`` with each of ``weights`` [out, in], activations of ``hidden``
-    features, attention over ``context`` tokens in heads of ``head``, all in ``dtype``; copies of
+    """What is measured: products of ``tokens`` with the matrices of a GPT of ``hidden`` features, its
+    activations, attention over ``context`` tokens in heads of ``head``, all in ``dtype``; copies of
     ``copy_bytes``; transfers of ``disk_bytes`` from and to disk; updates of ``parameters``. A piece of work
     is repeated for ``seconds`` at least."""
 
     dtype: torch.dtype
     tokens: int
-    weights: tuple[tuple[int, int], ...]
     hidden: int
     context: int
     head: int = 64
@@ -131,11 +123,8 @@ def computing(backend: Backend, sizes: Sizes) -> dict[str, Work]:
     q, k, v = random(*shape), random(*shape), random(*shape)
     attention = _both_ways(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v])
     # what a layer does beside its products: a norm and a residual sum, and a GELU four times as wide
-    x, wide, of_hidden = (
-        random(sizes.tokens, sizes.hidden),
-        random(sizes.tokens, 4 * sizes.hidden),
-        norm(sizes.hidden),
-    )
+    x, wide = random(sizes.tokens, sizes.hidden), random(sizes.tokens, 4 * sizes.hidden)
+    of_hidden = norm(sizes.hidden)
     residual = _both_ways(lambda: x + of_hidden(x), [x, *of_hidden.parameters()])
     gelu = _both_ways(lambda: F.gelu(wide, approximate="tanh"), [wide])
     # operations that take hardly longer than their launch
@@ -157,8 +146,9 @@ def _products(backend: Backend, sizes: Sizes, dtype: torch.dtype) -> Work:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=backend.device).to(dtype)
 
-    tokens = sizes.tokens
-    operands = [(random(tokens, in_), random(out, in_), random(tokens, out)) for out, in_ in sizes.weights]
+    tokens, width = sizes.tokens, sizes.hidden
+    weights = ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
+    operands = [(random(tokens, in_), random(out, in_), random(tokens, out)) for out, in_ in weights]
 
     def run() -> None:
         for x, weight, grad in operands:
