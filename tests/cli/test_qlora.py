@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,9 @@ from safetensors.torch import load_file
 
 from streamer.checkpoint.manifest import Manifest
 from streamer.cli.main import main
-from streamer.cli.trainer import Stopping
 from tests import tiny_llama
 from tests.cli.common import HOME, chat, logged, refused, sets
+from tests.cli.test_trainer import stop_after
 from tests.pretrained.test_quantize import stored_in_fp8
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
@@ -92,15 +90,8 @@ def test_a_run_learns_resumes_to_the_bit_and_is_exported(
     assert f"llama: {total + trained:,} parameters, {trained:,} of them trained" in capsys.readouterr().out
     validations = losses("whole", "val_loss")
     assert validations[-1] < validations[0] - 0.1
-    step_end = Stopping.on_step_end
-
-    def stopped(self: Stopping, args: Any, state: Any, control: Any, **more: Any) -> None:
-        if state.global_step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        step_end(self, args, state, control, **more)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Stopping, "on_step_end", stopped)
+        stop_after(3, patch)
         assert main(command(quantize)) == 0
     # what is saved are the adapters
     assert all(

@@ -20,6 +20,7 @@ import peft
 import transformers
 from safetensors.torch import load_file
 
+from streamer.checkpoint.manifest import Manifest
 from streamer.cli import shipped
 from streamer.cli.config import SampleConfig, load_config
 from streamer.cli.generate import chat as talk
@@ -62,6 +63,18 @@ def weights(folder: str) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
+def stop_after(step: int, patch: pytest.MonkeyPatch) -> None:
+    """Send SIGTERM to this process at the end of a step."""
+    step_end = Stopping.on_step_end
+
+    def stopped(self: Stopping, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        step_end(self, args, state, control, **more)
+
+    patch.setattr(Stopping, "on_step_end", stopped)
+
+
 def test_what_a_run_leaves(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sampling = ['sample.prompts=["after 3?"]', "sample.chat=true", "sample.every=3", "sample.tokens=4"]
     assert main(command(*sampling)) == 0
@@ -93,15 +106,8 @@ def test_a_run_that_is_stopped_resumes_to_the_bit(
     lora: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(command(*lora, 'train.output_dir="whole"')) == 0
-    step_end = Stopping.on_step_end
-
-    def stopped(self: Stopping, args: Any, state: Any, control: Any, **more: Any) -> None:
-        if state.global_step == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        step_end(self, args, state, control, **more)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Stopping, "on_step_end", stopped)
+        stop_after(4, patch)
         assert main(command(*lora)) == 0
     assert "stopped by SIGTERM after step 4: --resume" in capsys.readouterr().out
     assert "run has checkpoints of a run: use --resume" in refused(capsys, *command(*lora))
@@ -191,6 +197,14 @@ def test_a_run_in_fp16_is_near_one_in_fp32() -> None:
     )
     torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=0)
     assert {value.dtype for value in weights("run/model").values()} == {torch.float16}
+
+
+def test_a_folder_is_trained_with_lion() -> None:
+    assert main(command("optimizer.name=lion", "train.learning_rate=1e-3")) == 0
+    saved = Manifest.read(Path("run/checkpoint-6/streamer"))
+    assert saved.values["optimizer"]["class"] == "Lion"
+    losses = [line["loss"] for line in logged(Path("run"), "loss")]
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize(
