@@ -136,17 +136,14 @@ def optimizer_of(config: Config) -> tuple[type[torch.optim.Optimizer], dict[str,
     train, own = config.train, config.optimizer
     kind = OPTIMIZERS.get(own.name) or _optimizer_at(own.name)
     takes = inspect.signature(kind.__init__).parameters
-    betas = train.adam_beta1, train.adam_beta2
     usual: dict[str, Any] = {"lr": train.learning_rate, "weight_decay": train.weight_decay}
     if own.name in ("adamw", "muon"):
-        usual |= {"betas": betas, "eps": train.adam_epsilon}
-    options = {name: value for name, value in usual.items() if name in takes} | own.args
+        usual |= {"betas": (train.adam_beta1, train.adam_beta2), "eps": train.adam_epsilon}
     if own.name == "adamw":
-        options = {"state_dtype": own.state_dtype, "skip_nonfinite": own.skip_nonfinite} | options
-        return kind, options
-    if own.state_dtype != "float32":
+        usual |= {"state_dtype": own.state_dtype, "skip_nonfinite": own.skip_nonfinite}
+    elif own.state_dtype != "float32":
         raise ConfigError(f"optimizer.state_dtype is for adamw: {own.name} keeps its state in fp32")
-    return kind, options
+    return kind, {name: value for name, value in usual.items() if name in takes} | own.args
 
 
 def _optimizer_at(place: str) -> type[torch.optim.Optimizer]:

@@ -44,10 +44,6 @@ from streamer.errors import notes
 MANY = range(2**31)
 TEXT = string("a string that is not empty", r"(?s).+")
 FACTORY = string('a module and a callable in it, such as "models.gpt2:GPT"', r"\w[\w.]*:\w+")
-OPTIMIZER = string(
-    'a name, or a module and a class in it ("lion", "schedulefree:SGDScheduleFree")', r"[\w.]+(:\w+)?"
-)
-METHOD = string("a string that can name a method", r"[A-Za-z_]\w*")
 DTYPE = one_of("float32", "bfloat16", "float16")
 TEXTS = array("an array of strings, none empty", TEXT, sizes=MANY)
 ONE_OR_MORE = either("a string or an array of strings, none empty", TEXT, TEXTS)
@@ -55,19 +51,10 @@ POLICIES = either("a string, or an array of one for each layer", TEXT, TEXTS)
 STEPS = either("a number of steps, or a share of them in (0, 1)", COUNT_OR_0, FRACTION)
 COUNT_OR_AUTO = either('an integer of 1 or more, or "auto"', COUNT, one_of("auto"))
 BYTES = string('a string of a number and its unit, such as "16GiB"', r"\d+(\.\d+)?\s*(k|[KMGT]i?)?B")
-BATCH_DIMS = Kind(
-    'a table from names of arguments, or paths or globs of lists of layers, to integers, or "none"',
-    lambda value: TABLE.accepts(value) and all(type(x) is int or x == "none" for x in value.values()),
-)
-MESSAGE = Kind(
-    "a message",
-    lambda value: (
-        isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
-    ),
-)
+MESSAGES = array("messages", Kind("a message", lambda value: {"role", "content"} <= set(value)), sizes=MANY)
 PROMPTS = array(
     'an array of texts and of chats: [{role = "user", content = "Hello"}]',
-    either("a text or a chat", TEXT, array("messages", MESSAGE, sizes=range(1, 2**31))),
+    either("a text or a chat", TEXT, MESSAGES),
     sizes=MANY,
 )
 
@@ -100,7 +87,7 @@ class ModelConfig:
     path: Annotated[str | None, TEXT] = None
     factory: Annotated[str | None, FACTORY] = None
     args: Annotated[dict[str, Any], TABLE] = field(default_factory=dict)
-    init: Annotated[str | None, METHOD] = None
+    init: Annotated[str | None, TEXT] = None
     quantize: Annotated[str, one_of("none", "int8", "nf4")] = "none"
     quantize_skip: Annotated[tuple[str, ...], TEXTS] = ()
 
@@ -114,7 +101,7 @@ class StreamConfig:
     num_slots: Annotated[int | Literal["auto"] | None, COUNT_OR_AUTO] = None
     activations: Annotated[str | tuple[str, ...], POLICIES] = "recompute"
     micro_batch_size: Annotated[int | Literal["auto"] | None, COUNT_OR_AUTO] = None
-    batch_dims: Annotated[dict[str, int | str] | None, BATCH_DIMS] = None
+    batch_dims: Annotated[dict[str, int | str] | None, TABLE] = None
     update: Annotated[str, one_of("step", "backward")] = "step"
     dtype: Annotated[str | None, DTYPE] = None
     device: Annotated[str | None, TEXT] = None
@@ -175,7 +162,7 @@ class DataConfig:
 class OptimizerConfig:
     """``[optimizer]``: its class, and its options that `[train]` has no names for."""
 
-    name: Annotated[str, OPTIMIZER] = "adamw"
+    name: Annotated[str, TEXT] = "adamw"
     args: Annotated[dict[str, Any], TABLE] = field(default_factory=dict)
     state_dtype: Annotated[str, one_of("float32", "bfloat16", "int8")] = "float32"
     skip_nonfinite: Annotated[bool, FLAG] = True

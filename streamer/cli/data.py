@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import sysconfig
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -398,24 +399,21 @@ def show_data(config: Config, count: int) -> None:
     train, validation = load_data(config, tokenizer, seed=config.train.seed)
     context = config.train.max_length
     for name, found in (("train", train), ("validation", validation)):
-        lengths = np.array([len(row["input_ids"]) for row in found])
+        lengths = [len(row["input_ids"]) for row in found]
         losses = sum(label != IGNORED for row in found for label in row["labels"])
         print(
-            f"{name}: {len(found):,} documents of {lengths.sum():,} tokens, {losses:,} with a loss; the "
-            f"median has {np.median(lengths):,.0f} tokens, the longest {lengths.max():,}"
+            f"{name}: {len(found):,} documents of {sum(lengths):,} tokens, {losses:,} with a loss; the "
+            f"median has {statistics.median(lengths):,.0f} tokens, the longest {max(lengths):,}"
         )
-        if cut := int((lengths > context).sum()):
+        if cut := sum(length > context for length in lengths):
             print(f"{name}: train.max_length = {context} cuts the ends of {cut:,} documents")
-    marks = COLOURS if sys.stdout.isatty() else BRACKETS
-    for number, row in enumerate(islice(train, count), 1):
-        tokens, has_loss = row["input_ids"], [label != IGNORED for label in row["labels"]]
-        print(f"\n--- {number}: {len(tokens):,} tokens, {sum(has_loss):,} with a loss, marked")
-        text, marked, at = "", "", 0
-        for is_answer, part in groupby(has_loss[:context]):
+    before, after = COLOURS if sys.stdout.isatty() else BRACKETS
+    for number, row in enumerate(train.select(range(min(count, len(train)))), 1):
+        print(f"\n--- {number}: {len(row['input_ids']):,} tokens; those with a loss are marked")
+        text, at = "", 0
+        for is_answer, part in groupby(row["labels"][:context], lambda label: label != IGNORED):
             at += len([*part])
-            longer = tokenizer.decode(
-                tokens[:at]
-            )  # the first token may be written differently than later ones
+            longer = tokenizer.decode(row["input_ids"][:at])  # tokens may be written differently at the start
             more, text = longer[len(text) :], longer
-            marked += f"{marks[0]}{more}{marks[1]}" if is_answer else more
-        print(marked)
+            print(f"{before}{more}{after}" if is_answer else more, end="")
+        print()

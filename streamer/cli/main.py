@@ -49,6 +49,7 @@ SHORT = {
     "--steps": ("train.max_steps", "N", "updates"),
     "--save-every": ("train.save_steps", "N", "steps between checkpoints"),
 }
+NUMBERS = ("lora.r", "train.learning_rate", "train.num_train_epochs", "train.max_steps", "train.save_steps")
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -217,14 +218,7 @@ def _config(arguments: Namespace) -> Config:
     overrides = list(arguments.set)
     for key, value in vars(arguments).items():
         if "." in key and value is not None:
-            is_text = key in (
-                "data.paths",
-                "model.path",
-                "train.output_dir",
-                "stream.device_memory",
-                "stream.host_memory",
-            )
-            overrides.append(f"{key}={json.dumps(value, ensure_ascii=False) if is_text else value}")
+            overrides.append(f"{key}={value if key in NUMBERS else json.dumps(value, ensure_ascii=False)}")
     name = arguments.config
     if shipped.is_model(name):
         overrides.insert(0, f"model.path={json.dumps(name, ensure_ascii=False)}")

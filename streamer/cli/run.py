@@ -164,28 +164,18 @@ def model_line(model: nn.Module) -> str:
 def write_end(
     model: nn.Module, out: Path, first: Seconds | None, trained: Mapping[str, float], *, unit: str = "token"
 ) -> None:
-    """Write ``trace.json`` and ``summary.json``, and print the summary as a table. ``first`` has the seconds
-    of the first step, which do not count; ``trained`` has tokens per second and losses in nats."""
+    """Write ``trace.json`` and ``summary.json``, and print the summary as a table: bytes, seconds by lane
+    without those of the ``first`` step, and ``trained``: tokens per second, and losses in nats."""
     streamer.synchronize(model)
     with new_file(out / TRACE) as file:
         streamer.save_trace(model, file)
-    summary = summary_of(model, first, **trained)
-    with new_file(out / SUMMARY) as file:
-        file.write_text(json.dumps(summary, indent=2) + "\n")
-    print(f"\n{summary_table(summary, unit)}\n")
-
-
-def summary_of(model: nn.Module, first: Seconds | None, **trained: float) -> dict[str, Any]:
-    """Bytes of a wrapped model, seconds by lane without those of the ``first`` step, and the figures of its
-    training."""
-    stats = streamer.stats(model)
+    stats, params = streamer.stats(model), list(model.parameters())
     busy, exposed = seconds_of(model)
     if first is not None and busy["compute"] > first[0]["compute"]:
         busy = {lane: max(0.0, seconds - first[0][lane]) for lane, seconds in busy.items()}
         exposed = {lane: max(0.0, seconds - first[1][lane]) for lane, seconds in exposed.items()}
-    params = list(model.parameters())
     parameters = sum(map(values_in, params))
-    return {
+    summary = {
         "parameters": parameters,
         "weight_bytes": sum(part.nbytes for param in params for part in parts_of(param)),
         "device_bytes_peak": stats.device_bytes_peak,
@@ -196,6 +186,9 @@ def summary_of(model: nn.Module, first: Seconds | None, **trained: float) -> dic
         "exposed_seconds": exposed,
         "overlap": {lane: 1 - exposed[lane] / busy[lane] if busy[lane] else None for lane in busy},
     }
+    with new_file(out / SUMMARY) as file:
+        file.write_text(json.dumps(summary, indent=2) + "\n")
+    print(f"\n{summary_table(summary, unit)}\n")
 
 
 def summary_table(summary: Mapping[str, Any], unit: str) -> str:

@@ -23,7 +23,7 @@ from torch import nn
 import streamer
 import streamer_native as native
 from streamer.backends.base import COPIES, Backend, Event, Lane, Span
-from streamer.backends.disk import Disks, Extent, Scratch
+from streamer.backends.disk import Disks, Scratch
 from streamer.optim.update import ParamUpdate, UnitUpdate, update_shard
 from streamer.planner.cost import Operations
 from streamer.store.host import HostStore
@@ -83,8 +83,6 @@ Work = Callable[[], object]
 HOST_BUFFERS = 4
 #: Extents on disk that are read in turn, and as many that are written; together 1 GiB.
 EXTENTS = 16
-#: Seconds after which no more extents are filled before a disk is measured.
-FILL_SECONDS = 10.0
 #: How often the small operations are run in a row.
 REPEATS = 20
 
@@ -200,18 +198,12 @@ class Transfers:
 
     def works(self) -> dict[Lane, Work]:
         """The next read and the next write, for the lanes that they run on. First every extent is written
-        once, or as many as `FILL_SECONDS` allow: a drive knows what was never written, and reads nothing."""
+        once: a drive knows what was never written, and reads nothing."""
         source, into = (Disks.buffer(self.nbytes) for _ in range(2))
         source.random_(0, 256)  # some drives compress
-        until = time.perf_counter() + FILL_SECONDS
-        pairs: list[tuple[Extent, Extent]] = []
-        for pair in zip(self._read, self._written, strict=True):
-            if len(pairs) >= 2 and time.perf_counter() > until:
-                break
-            for extent in pair:
-                self._scratch.write(extent, source)
-            pairs.append(pair)
-        reads, writes = (itertools.cycle(extents) for extents in zip(*pairs, strict=True))
+        for extent in (*self._read, *self._written):
+            self._scratch.write(extent, source)
+        reads, writes = itertools.cycle(self._read), itertools.cycle(self._written)
         return {
             Lane.DISK_READ: lambda: self._scratch.read(next(reads), into),
             Lane.DISK_WRITE: lambda: self._scratch.write(next(writes), source),
