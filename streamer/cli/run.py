@@ -216,6 +216,8 @@ def summary_table(summary: Mapping[str, Any], unit: str) -> str:
     for lane, busy in summary["busy_seconds"].items():
         if busy:
             exposed, overlap = summary["exposed_seconds"][lane], summary["overlap"][lane]
-            figures = f"{'-':>12}{'-':>10}" if lane == "compute" else f"{exposed:>12.2f}{overlap:>10.1%}"
+            figures = (
+                f"{'-':>12}{'-':>10}" if lane == "compute" else f"{exposed:>12.2f}{max(0, overlap):>10.1%}"
+            )
             lines.append(f"{lane:14}{busy:>10.2f}{figures}")
     return "\n".join(lines)
