@@ -78,7 +78,7 @@ def test_calibrate_writes_a_machine(
 
 
 @pytest.mark.filterwarnings("ignore:no direct I/O")  # temporary files may be in memory
-def test_what_a_disk_has_no_room_for_is_told_before_anything_is_measured(
+def test_a_disk_without_room_is_refused_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(calibration, "sizes_of", lambda kind: TINY)
@@ -99,7 +99,7 @@ def test_what_a_disk_has_no_room_for_is_told_before_anything_is_measured(
         (["--disk", "nowhere"], "--disk: disk=nowhere: this process sees no such folder"),
     ],
 )
-def test_bad_input_is_told_in_one_line(
+def test_bad_input_is_refused_in_one_line(
     arguments: list[str],
     message: str,
     tmp_path: Path,

@@ -136,9 +136,7 @@ def test_tables_and_columns(llama: Path, tmp_path: Path) -> None:
         ("", "a.jsonl: empty, or binary"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(
-    content: str, expected: str, llama: Path, tmp_path: Path
-) -> None:
+def test_errors_name_the_row(content: str, expected: str, llama: Path, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(content)
     assert expected in error_of(
         load_data, config(llama, tmp_path, str(tmp_path / "a.jsonl")), load_tokenizer(str(llama)), seed=0

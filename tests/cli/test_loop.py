@@ -218,7 +218,7 @@ def test_what_cannot_run_is_one_line(
 
 
 @pytest.mark.filterwarnings("ignore:no direct I/O")  # where the tests' folder is in memory
-def test_a_disk_for_what_memory_has_no_room_for(config: Path, tmp_path: Path) -> None:
+def test_state_that_does_not_fit_in_memory_is_on_disk(config: Path, tmp_path: Path) -> None:
     """`make demo-disk` in small."""
     deep = sets("model.args.n_layer=12")
     assert main(["train", str(config), *deep]) == 0

@@ -128,7 +128,7 @@ def test_a_run_that_is_stopped_resumes_to_the_bit(
     assert "is the end of its run" in capsys.readouterr().out
 
 
-def test_adapters_are_trained_merged_and_talked_to(
+def test_adapters_are_trained_merged_and_used_in_a_chat(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(command("lora.r=4", "lora.lora_dropout=0.1", "stream.dtype=bfloat16")) == 0

@@ -81,12 +81,12 @@ def sizes_of(kind: str) -> Sizes:
 def machine_of(found: Found, backend: Backend) -> Machine:
     """The medians of what was found, as a machine."""
     medians: dict[str, Any] = {name: statistics.median(values) for name, values in found.items()}
-    beside = Beside(**{item.name: medians.pop(item.name) for item in fields(Beside) if item.name in medians})
+    shares = Beside(**{item.name: medians.pop(item.name) for item in fields(Beside) if item.name in medians})
     device_bytes, host_bytes = memory_bytes(backend.device)
     machine = replace(
         Machine(device_name(backend.device), 1.0, 1.0, 1.0, 1.0, device_bytes, host_bytes),
         kind=backend.device.type,
-        beside=beside,
+        beside=shares,
         calibrated=True,
         **medians,
     )
@@ -94,7 +94,7 @@ def machine_of(found: Found, backend: Backend) -> Machine:
 
 
 def _measured(found: Found, sizes: Sizes) -> Mapping[str, object]:
-    """When, with what and how widely spread: goes into the file beside the machine."""
+    """The date, the versions and the spread, for the file's own table."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__,
@@ -117,6 +117,6 @@ def print_table(found: Found) -> None:
     """What was found, with its spread over rounds."""
     print(f"{'':30}{'median':>10}  quartiles")
     for name, values in found.items():
-        unit, scale = next((shown for ending, shown in _UNITS.items() if name.endswith(ending)), ("", 1.0))
+        unit, scale = next((scale for ending, scale in _UNITS.items() if name.endswith(ending)), ("", 1.0))
         low, median, high = (value / scale for value in statistics.quantiles(values, n=4))
         print(f"{name:30}{median:>10.3g}  {low:.3g} to {high:.3g} {unit}".rstrip())

@@ -1,9 +1,9 @@
 """How fast this machine is at what a step consists of: products, attention, activations, copies and updates,
-and transfers between disk and host memory where a folder is given.
+and transfers between disk and host memory if a folder is named.
 
 They run on a backend's own lanes, with streamer's kernels. Every round measures each of them once, alone and
-beside others, so that other load on the machine affects all alike. `VisitCosts` measures the time of the
-caller that the library itself takes.
+together with others, so that other load on the machine affects all alike. `VisitCosts` measures the caller's
+time in the library itself.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def computing(backend: Backend, sizes: Sizes) -> dict[str, Work]:
     shape = (max(1, sizes.tokens // sizes.context), heads, sizes.context, sizes.head)
     q, k, v = random(*shape), random(*shape), random(*shape)
     attention = _both_ways(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v])
-    # what a layer does beside its products: a norm and a residual sum, and a GELU four times as wide
+    # what a layer does apart from products: a norm and a residual sum, and a GELU four times as wide
     x, wide = random(sizes.tokens, sizes.hidden), random(sizes.tokens, 4 * sizes.hidden)
     of_hidden = norm(sizes.hidden)
     residual = _both_ways(lambda: x + of_hidden(x), [x, *of_hidden.parameters()])
@@ -228,7 +228,7 @@ def update(backend: Backend, sizes: Sizes) -> tuple[int, Work]:
 #: Rates (per second), seconds and shares of `Machine` and `Beside`, by field, one for each round.
 Found = dict[str, list[float]]
 
-#: Pairs of lanes that are measured beside one another: the first of each pair of groups.
+#: Pairs of lanes that are measured together: the first of each pair of groups.
 PAIRS = {frozenset((a.group, b.group)): (a, b) for a, b in reversed([*itertools.combinations(Lane, 2)])}
 
 
@@ -270,8 +270,8 @@ class Stopwatch:
 
 
 class Measurements:
-    """All that is measured on ``backend``, which must be idle, a round at a time; ``transfers``, if they are
-    given, on its lanes of the disk."""
+    """All that is measured on ``backend``, which must be idle, a round at a time; ``transfers``, if there
+    are any, on its lanes of the disk."""
 
     def __init__(self, backend: Backend, sizes: Sizes, transfers: Transfers | None = None) -> None:
         self._watch = Stopwatch(backend, sizes.seconds)
@@ -303,9 +303,9 @@ class Measurements:
         shares = defaultdict(list)
         for pair in PAIRS.values():
             if self._lanes.keys() >= {*pair}:
-                beside = self._watch.together({lane: self._lanes[lane] for lane in pair}, alone)
+                together = self._watch.together({lane: self._lanes[lane] for lane in pair}, alone)
                 for lane, other in (pair, reversed(pair)):
-                    shares[f"{lane.group}_{other.group}"].append(min(1.0, alone[lane] / beside[lane]))
+                    shares[f"{lane.group}_{other.group}"].append(min(1.0, alone[lane] / together[lane]))
         # lanes of one group keep different shares, of which the planner knows the mean
         return values | {name: statistics.fmean(kept) for name, kept in shares.items()}
 
