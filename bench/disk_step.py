@@ -196,7 +196,7 @@ def least_budget(options: argparse.Namespace, machine: Machine, *, weights: bool
 
 def measured_machine() -> Machine:
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        return calibrate(None, device="cpu", output=Path(folder) / "machine.toml")
+        return calibrate(device="cpu", output=Path(folder) / "machine.toml")
 
 
 def as_fast_as(seconds: float, options: argparse.Namespace, machine: Machine) -> Machine:

@@ -135,7 +135,7 @@ def block(model: Any, step: Callable[[], None], steps: int) -> Block:
 def measure(rounds: int, steps: int) -> tuple[Machine, dict[str, list[Block]], Found]:
     """This machine, a block of each shape by rounds, and the machine's hardware."""
     backend = ThreadBackend()
-    measurements = Measurements(backend, sizes_of(None, "cpu"))
+    measurements = Measurements(backend, sizes_of("cpu"))
     loops = {name: step_of(shape, ThreadBackend()) for name, shape in SHAPES.items()}
     blocks: dict[str, list[Block]] = {name: [] for name in loops}
     found: Found = {}

@@ -176,7 +176,7 @@ def test_streamer_imports_only_what_it_declares(house: Graph) -> None:
     project = tomllib.loads((HOME / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[^\w-]", requirement)[0] for requirement in project["dependencies"]}
     # llvmlite is numba's own; the extras are asked for by who draws, and by who loads Hugging Face's models
-    extras = {"matplotlib", "transformers", "trl", "datasets", "huggingface_hub"}
+    extras = {"matplotlib", "transformers", "trl", "datasets", "peft", "huggingface_hub"}
     assert foreign(house) - {"llvmlite"} - extras <= declared
     below_command = {
         module: targets

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 import streamer
 from streamer.backends.base import Backend
 from streamer.checkpoint.tensors import in_a_line
-from streamer.cli.config import FACTORY, Config, ConfigError, ModelConfig, with_keys
+from streamer.cli.config import Config, ConfigError, ModelConfig, with_keys
 from streamer.cli.shipped import model_module
 from streamer.config_values import nearest
 from streamer.errors import DiskError
@@ -107,14 +107,14 @@ def _dims_of_rows(config: Config) -> dict[str, Any]:
 
 
 #: The classes for names in ``optimizer.name``.
-OPTIMIZERS: dict[str, Callable[[], type[torch.optim.Optimizer]]] = {
-    "adamw": lambda: streamer.AdamW,
-    "lion": lambda: streamer.Lion,
-    "muon": lambda: streamer.Muon,
-    "sgd": lambda: torch.optim.SGD,
-    "adafactor": lambda: torch.optim.Adafactor,
-    "adagrad": lambda: torch.optim.Adagrad,
-    "rmsprop": lambda: torch.optim.RMSprop,
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "adamw": streamer.AdamW,
+    "lion": streamer.Lion,
+    "muon": streamer.Muon,
+    "sgd": torch.optim.SGD,
+    "adafactor": torch.optim.Adafactor,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
 }
 
 
@@ -134,19 +134,16 @@ def optimizer_of(config: Config) -> tuple[type[torch.optim.Optimizer], dict[str,
     """The optimizer's class, and its options: those of `[train]` that it takes, then ``optimizer.args``.
     Raises ConfigError for a missing class."""
     train, own = config.train, config.optimizer
-    kind = OPTIMIZERS[own.name]() if own.name in OPTIMIZERS else _optimizer_at(own.name)
+    kind = OPTIMIZERS.get(own.name) or _optimizer_at(own.name)
     takes = inspect.signature(kind.__init__).parameters
-    betas = train.adam_beta1, train.adam_beta2
     usual: dict[str, Any] = {"lr": train.learning_rate, "weight_decay": train.weight_decay}
     if own.name in ("adamw", "muon"):
-        usual |= {"betas": betas, "eps": train.adam_epsilon}
-    options = {name: value for name, value in usual.items() if name in takes} | own.args
+        usual |= {"betas": (train.adam_beta1, train.adam_beta2), "eps": train.adam_epsilon}
     if own.name == "adamw":
-        options = {"state_dtype": own.state_dtype, "skip_nonfinite": own.skip_nonfinite} | options
-        return kind, options
-    if own.state_dtype != "float32":
+        usual |= {"state_dtype": own.state_dtype, "skip_nonfinite": own.skip_nonfinite}
+    elif own.state_dtype != "float32":
         raise ConfigError(f"optimizer.state_dtype is for adamw: {own.name} keeps its state in fp32")
-    return kind, options
+    return kind, {name: value for name, value in usual.items() if name in takes} | own.args
 
 
 def _optimizer_at(place: str) -> type[torch.optim.Optimizer]:
@@ -262,8 +259,6 @@ class _NothingDrawn(TorchFunctionMode):
 def import_factory(spec: str) -> Callable[..., Any]:
     """The callable ``module:callable``, from the working directory, the installed modules or streamer's own
     models. Raises ConfigError if there is none; other errors of the module propagate unchanged."""
-    if not FACTORY.accepts(spec):
-        raise ConfigError(f"the factory must be {FACTORY.words}, not {spec!r}")
     module_name, _, attribute = spec.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as with `python -m`, and for later imports of the module
@@ -312,7 +307,8 @@ def _changed_config(folder: str, args: Mapping[str, Any]) -> Any:
 def add_adapters(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:
     """``model`` with the adapters of ``[lora]``, its own parameters frozen (Hu et al., 2021,
     arXiv:2106.09685). Raises ConfigError for options that peft refuses or that need the base's values."""
-    peft = peft_library()
+    import peft
+
     if lora.get("init_lora_weights", True) is not True:
         raise ConfigError("[lora] init_lora_weights: adapters start from peft's default values: leave it out")
     if name := next((name for name in OF_VALUES if lora.get(name)), None):
@@ -325,13 +321,3 @@ def add_adapters(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:
     # `save_pretrained` writes only the adapters
     adapted._hf_peft_config_loaded = True  # type: ignore[assignment]
     return adapted
-
-
-def peft_library() -> Any:
-    """The peft library. Raises ConfigError if it is not installed."""
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise ConfigError(
-            f"[lora] needs the peft library ({error}): pip install 'layer-streamer[hf]'"
-        ) from error

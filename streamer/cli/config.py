@@ -9,7 +9,7 @@
     [sample]     prompts that the model answers during training
     [callbacks]  NAME = {arguments}, callbacks of transformers
 
-A relative path is relative to the folder in which the command runs.
+docs/configurations.md explains the keys. A relative path is relative to the folder in which the command runs.
 """
 
 from __future__ import annotations
@@ -44,29 +44,17 @@ from streamer.errors import notes
 MANY = range(2**31)
 TEXT = string("a string that is not empty", r"(?s).+")
 FACTORY = string('a module and a callable in it, such as "models.gpt2:GPT"', r"\w[\w.]*:\w+")
-OPTIMIZER = string(
-    'a name, or a module and a class in it ("lion", "schedulefree:SGDScheduleFree")', r"[\w.]+(:\w+)?"
-)
-METHOD = string("a string that can name a method", r"[A-Za-z_]\w*")
 DTYPE = one_of("float32", "bfloat16", "float16")
 TEXTS = array("an array of strings, none empty", TEXT, sizes=MANY)
 ONE_OR_MORE = either("a string or an array of strings, none empty", TEXT, TEXTS)
+POLICIES = either("a string, or an array of one for each layer", TEXT, TEXTS)
 STEPS = either("a number of steps, or a share of them in (0, 1)", COUNT_OR_0, FRACTION)
 COUNT_OR_AUTO = either('an integer of 1 or more, or "auto"', COUNT, one_of("auto"))
 BYTES = string('a string of a number and its unit, such as "16GiB"', r"\d+(\.\d+)?\s*(k|[KMGT]i?)?B")
-BATCH_DIMS = Kind(
-    'a table from names of arguments, or paths or globs of lists of layers, to integers, or "none"',
-    lambda value: TABLE.accepts(value) and all(type(x) is int or x == "none" for x in value.values()),
-)
-MESSAGE = Kind(
-    "a message",
-    lambda value: (
-        isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
-    ),
-)
+MESSAGES = array("messages", Kind("a message", lambda value: {"role", "content"} <= set(value)), sizes=MANY)
 PROMPTS = array(
     'an array of texts and of chats: [{role = "user", content = "Hello"}]',
-    either("a text or a chat", TEXT, array("messages", MESSAGE, sizes=range(1, 2**31))),
+    either("a text or a chat", TEXT, MESSAGES),
     sizes=MANY,
 )
 
@@ -96,30 +84,12 @@ class RunError(RuntimeError):
 class ModelConfig:
     """``[model]``: a pretrained model by its folder, or a function that builds one."""
 
-    path: Annotated[
-        str | None, TEXT, "a Hugging Face folder, or the id of a model on the hub (`--model`)"
-    ] = None
-    factory: Annotated[
-        str | None, FACTORY, "builds the model; with `path` its class, if config.json does not"
-    ] = None
-    args: Annotated[dict[str, Any], TABLE, "of `factory`; with `path` changes of the folder's config"] = (
-        field(default_factory=dict)
-    )
-    init: Annotated[
-        str | None,
-        METHOD,
-        "method that initialises one module. With it the model is built without values and initialised one "
-        "layer at a time",
-    ] = None
-    quantize: Annotated[
-        str,
-        one_of("none", "int8", "nf4"),
-        "quantize the linear layers and experts of the frozen base of `[lora]`: to 8 bits by torchao, to 4 "
-        "by bitsandbytes. A folder that is already quantized is read unchanged",
-    ] = "none"
-    quantize_skip: Annotated[
-        tuple[str, ...], TEXTS, "regular expressions: layers with a matching name are not quantized"
-    ] = ()
+    path: Annotated[str | None, TEXT] = None
+    factory: Annotated[str | None, FACTORY] = None
+    args: Annotated[dict[str, Any], TABLE] = field(default_factory=dict)
+    init: Annotated[str | None, TEXT] = None
+    quantize: Annotated[str, one_of("none", "int8", "nf4")] = "none"
+    quantize_skip: Annotated[tuple[str, ...], TEXTS] = ()
 
 
 @dataclass(frozen=True)
@@ -127,40 +97,20 @@ class StreamConfig:
     """``[stream]``: the arguments of `streamer.wrap` of the same names; "auto" is chosen for the run's
     step."""
 
-    layers: Annotated[
-        str | tuple[str, ...] | None, ONE_OR_MORE, "lists of layers, or globs; found by default"
-    ] = None
-    num_slots: Annotated[int | Literal["auto"] | None, COUNT_OR_AUTO, "layers on the device at a time"] = None
-    activations: Annotated[
-        str | tuple[str, ...],
-        either("a string, or an array of one for each layer", TEXT, TEXTS),
-        '"recompute", "recompute+offload", "keep" or "auto"',
-    ] = "recompute"
-    micro_batch_size: Annotated[
-        int | Literal["auto"] | None, COUNT_OR_AUTO, "sequences that a layer runs at a time"
-    ] = None
-    batch_dims: Annotated[dict[str, int | str] | None, BATCH_DIMS, "dimension of the batch in arguments"] = (
-        None
-    )
-    update: Annotated[str, one_of("step", "backward"), "when layers are updated"] = "step"
-    dtype: Annotated[str | None, DTYPE, "of weights on the device; that of the model by default"] = None
-    device: Annotated[str | None, TEXT, '"cuda", "cuda:1" or "cpu"; default: CUDA if there is one'] = None
-    host_threads: Annotated[int | None, COUNT, "threads of the update on the host"] = None
-    compile: Annotated[bool, FLAG, "compile layers by torch.compile"] = False
-    device_memory: Annotated[str | None, BYTES, "the most that the run may take of a GPU, such as 16GiB"] = (
-        None
-    )
-    host_memory: Annotated[
-        str | None,
-        BYTES,
-        "the most that the run may take of host memory, all ranks together; default: what is free",
-    ] = None
-    disk: Annotated[
-        str | tuple[str, ...] | None, ONE_OR_MORE, "a folder, or folders on several drives, to spill to"
-    ] = None
-    gather_weights: Annotated[bool, FLAG, "ranks copy a part of each layer and all-gather it (NVLink)"] = (
-        False
-    )
+    layers: Annotated[str | tuple[str, ...] | None, ONE_OR_MORE] = None
+    num_slots: Annotated[int | Literal["auto"] | None, COUNT_OR_AUTO] = None
+    activations: Annotated[str | tuple[str, ...], POLICIES] = "recompute"
+    micro_batch_size: Annotated[int | Literal["auto"] | None, COUNT_OR_AUTO] = None
+    batch_dims: Annotated[dict[str, int | str] | None, TABLE] = None
+    update: Annotated[str, one_of("step", "backward")] = "step"
+    dtype: Annotated[str | None, DTYPE] = None
+    device: Annotated[str | None, TEXT] = None
+    host_threads: Annotated[int | None, COUNT] = None
+    compile: Annotated[bool, FLAG] = False
+    device_memory: Annotated[str | None, BYTES] = None
+    host_memory: Annotated[str | None, BYTES] = None
+    disk: Annotated[str | tuple[str, ...] | None, ONE_OR_MORE] = None
+    gather_weights: Annotated[bool, FLAG] = False
 
 
 @dataclass(frozen=True)
@@ -168,30 +118,26 @@ class TrainConfig:
     """``[train]`` for your own model: transformers' names and meanings. For a Hugging Face folder the table
     is `trl.SFTConfig`; these of its keys are read to plan the run."""
 
-    output_dir: Annotated[str, TEXT, "folder of the run; a number is added if it exists"] = "runs/streamer"
-    max_steps: Annotated[int, COUNT_OR_0, "updates"] = 0
-    per_device_train_batch_size: Annotated[int, COUNT, "sequences of a forward, on each GPU"] = 8
-    gradient_accumulation_steps: Annotated[int, COUNT, "forwards and backwards before an update"] = 1
-    max_length: Annotated[int, COUNT, "tokens of a sequence"] = 1024
-    learning_rate: Annotated[float, POSITIVE, "after the warm-up"] = 2e-5
-    warmup_steps: Annotated[float, STEPS, "steps, or a share of them, in which the rate rises linearly"] = 0
-    lr_scheduler_type: Annotated[
-        str, one_of("cosine", "linear", "constant", "cosine_with_min_lr"), "how the rate decays"
-    ] = "cosine"
-    lr_scheduler_kwargs: Annotated[dict[str, Any], TABLE, "min_lr of cosine_with_min_lr"] = field(
-        default_factory=dict
-    )
-    weight_decay: Annotated[float, NOT_NEGATIVE, "decoupled from the gradient"] = 0.0
-    adam_beta1: Annotated[float, BETA, "of the average of gradients"] = 0.9
-    adam_beta2: Annotated[float, BETA, "of the average of their squares"] = 0.999
-    adam_epsilon: Annotated[float, POSITIVE, "added to the root of the squares"] = 1e-8
-    max_grad_norm: Annotated[float, NOT_NEGATIVE, "norm that gradients are clipped to; 0: none"] = 1.0
-    seed: Annotated[int, COUNT_OR_0, "of weights, batches and samples"] = 42
-    logging_steps: Annotated[int, COUNT, "steps between lines, if output is not a terminal"] = 10
-    eval_steps: Annotated[int, COUNT, "steps between validations"] = 100
-    eval_batches: Annotated[int, COUNT, "batches of a validation"] = 8
-    save_steps: Annotated[int, COUNT_OR_0, "steps between checkpoints; 0: at the end only"] = 0
-    save_total_limit: Annotated[int, COUNT, "checkpoints to keep"] = 2
+    output_dir: Annotated[str, TEXT] = "runs/streamer"
+    max_steps: Annotated[int, COUNT_OR_0] = 0
+    per_device_train_batch_size: Annotated[int, COUNT] = 8
+    gradient_accumulation_steps: Annotated[int, COUNT] = 1
+    max_length: Annotated[int, COUNT] = 1024
+    learning_rate: Annotated[float, POSITIVE] = 2e-5
+    warmup_steps: Annotated[float, STEPS] = 0
+    lr_scheduler_type: Annotated[str, one_of("cosine", "linear", "constant", "cosine_with_min_lr")] = "cosine"
+    lr_scheduler_kwargs: Annotated[dict[str, Any], TABLE] = field(default_factory=dict)
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
+    adam_beta1: Annotated[float, BETA] = 0.9
+    adam_beta2: Annotated[float, BETA] = 0.999
+    adam_epsilon: Annotated[float, POSITIVE] = 1e-8
+    max_grad_norm: Annotated[float, NOT_NEGATIVE] = 1.0
+    seed: Annotated[int, COUNT_OR_0] = 42
+    logging_steps: Annotated[int, COUNT] = 10
+    eval_steps: Annotated[int, COUNT] = 100
+    eval_batches: Annotated[int, COUNT] = 8
+    save_steps: Annotated[int, COUNT_OR_0] = 0
+    save_total_limit: Annotated[int, COUNT] = 2
 
     @property
     def batch_size(self) -> int:
@@ -203,54 +149,35 @@ class TrainConfig:
 class DataConfig:
     """``[data]``: files, or a dataset of the datasets library."""
 
-    paths: Annotated[
-        tuple[str, ...],
-        TEXTS,
-        "files or folders (`--data`): text, JSON lines, Parquet; for your own model text or tokens "
-        "(`.bin`, `.npy`). None: the Python standard library, for your own model only",
-    ] = ()
-    val_paths: Annotated[tuple[str, ...], TEXTS, "files for validation, instead of a share"] = ()
-    val_fraction: Annotated[float, FRACTION, "share of the data for validation"] = 0.05
-    dataset: Annotated[str | None, TEXT, "instead of `paths`: a dataset's name on the hub, or its folder"] = (
-        None
-    )
-    name: Annotated[str | None, TEXT, "configuration of the dataset"] = None
-    split: Annotated[str, TEXT, "of the dataset"] = "train"
-    columns: Annotated[dict[str, str], TABLE, 'new names of columns: {question = "prompt"}'] = field(
-        default_factory=dict
-    )
+    paths: Annotated[tuple[str, ...], TEXTS] = ()
+    val_paths: Annotated[tuple[str, ...], TEXTS] = ()
+    val_fraction: Annotated[float, FRACTION] = 0.05
+    dataset: Annotated[str | None, TEXT] = None
+    name: Annotated[str | None, TEXT] = None
+    split: Annotated[str, TEXT] = "train"
+    columns: Annotated[dict[str, str], TABLE] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """``[optimizer]``: its class, and its options that `[train]` has no names for."""
 
-    name: Annotated[
-        str, OPTIMIZER, "adamw, lion, muon, sgd, adafactor, adagrad, rmsprop, or module:Class"
-    ] = "adamw"
-    args: Annotated[dict[str, Any], TABLE, "options of the class: {momentum = 0.9}"] = field(
-        default_factory=dict
-    )
-    state_dtype: Annotated[
-        str,
-        one_of("float32", "bfloat16", "int8"),
-        "of adamw's moments, with bf16 weights: 8, 4 or 2 bytes a parameter",
-    ] = "float32"
-    skip_nonfinite: Annotated[
-        bool, FLAG, "adamw skips steps with non-finite gradients; else they are an error"
-    ] = True
+    name: Annotated[str, TEXT] = "adamw"
+    args: Annotated[dict[str, Any], TABLE] = field(default_factory=dict)
+    state_dtype: Annotated[str, one_of("float32", "bfloat16", "int8")] = "float32"
+    skip_nonfinite: Annotated[bool, FLAG] = True
 
 
 @dataclass(frozen=True)
 class SampleConfig:
     """``[sample]``: texts that the model writes after prompts, to the terminal and ``samples.jsonl``."""
 
-    prompts: Annotated[tuple[Any, ...], PROMPTS, "texts, and chats for the tokenizer's template"] = ()
-    chat: Annotated[bool, FLAG, "a text is the user's message in a chat"] = False
-    every: Annotated[int, COUNT_OR_0, "steps between samples; 0: only at the end"] = 0
-    tokens: Annotated[int, COUNT_OR_0, "the most tokens written after a prompt"] = 64
-    temperature: Annotated[float, NOT_NEGATIVE, "divides the logits; 0: always the most likely token"] = 0.8
-    top_k: Annotated[int, COUNT_OR_0, "draw from this many most likely tokens; 0: from all"] = 0
+    prompts: Annotated[tuple[Any, ...], PROMPTS] = ()
+    chat: Annotated[bool, FLAG] = False
+    every: Annotated[int, COUNT_OR_0] = 0
+    tokens: Annotated[int, COUNT_OR_0] = 64
+    temperature: Annotated[float, NOT_NEGATIVE] = 0.8
+    top_k: Annotated[int, COUNT_OR_0] = 0
 
 
 @dataclass(frozen=True)
@@ -278,46 +205,6 @@ SECTIONS: dict[str, type[Any]] = {
 }
 PASSED = ("train", "lora", "callbacks")
 
-#: Keys of version 0.1, and their replacements.
-MOVED = {
-    "run.name": "train.output_dir",
-    "run.out": "train.output_dir",
-    "run.steps": "train.max_steps",
-    "run.epochs": "train.num_train_epochs",
-    "run.seed": "train.seed",
-    "run.eval_every": "train.eval_steps",
-    "run.eval_batches": "train.eval_batches",
-    "run.save_every": "train.save_steps",
-    "run.keep": "train.save_total_limit",
-    "run.keep_best": "train.load_best_model_at_end",
-    "run.patience": "callbacks.EarlyStoppingCallback = {early_stopping_patience = ...}",
-    "run.report": "train.report_to",
-    "run.sample_tokens": "sample.tokens",
-    "run.nonfinite": "optimizer.skip_nonfinite",
-    "model.pretrained": "model.path",
-    "data.context": "train.max_length",
-    "data.batch_size": "train.per_device_train_batch_size",
-    "data.accumulate": "train.gradient_accumulation_steps",
-    "data.packing": "train.packing",
-    "data.tokenizer": "the tokenizer in model.path",
-    "optimizer.lr": "train.learning_rate",
-    "optimizer.betas": "train.adam_beta1 and train.adam_beta2",
-    "optimizer.eps": "train.adam_epsilon",
-    "optimizer.weight_decay": "train.weight_decay",
-    "optimizer.grad_clip": "train.max_grad_norm",
-    "optimizer.warmup_steps": "train.warmup_steps",
-    "optimizer.schedule": "train.lr_scheduler_type",
-    "optimizer.min_lr": "train.lr_scheduler_kwargs = {min_lr = ...}",
-    "optimizer.decay_steps": "train.lr_scheduler_kwargs = {num_decay_steps = ...}",
-    "memory.host": "stream.host_memory",
-    "memory.disk": "stream.disk",
-    "lora.rank": "lora.r",
-    "lora.alpha": "lora.lora_alpha",
-    "lora.dropout": "lora.lora_dropout",
-    "lora.targets": "lora.target_modules",
-    "lora.rank_stabilized": "lora.use_rslora",
-}
-
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration in the TOML file ``path`` after ``overrides``, ``"table.key=TOML value"``; a string
@@ -326,15 +213,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError, in one line that names the remedy, for a file that cannot be read or is not TOML, an
     unknown table or key, and a value of another type.
     """
-    try:
-        return _config(str(path), read_tables(Path(path), (*SECTIONS, *PASSED), overrides, MOVED))
-    except ConfigError as error:
-        if not overrides or str(error).startswith("--set "):
-            raise
-        raise ConfigError(f"{error} (with {' '.join(map(shlex.quote, overrides))})") from None
-
-
-def _config(where: str, tables: Mapping[str, dict[str, Any]]) -> Config:
+    where, tables = str(path), read_tables(Path(path), (*SECTIONS, *PASSED), overrides)
     found = {name: section(kind, name, tables.get(name, {}), where) for name, kind in SECTIONS.items()}
     trainer, lora = tables.get("train", {}), tables.get("lora", {})
     model: ModelConfig = found["model"]
@@ -342,18 +221,12 @@ def _config(where: str, tables: Mapping[str, dict[str, Any]]) -> Config:
         raise ConfigError(
             f"{where}: model.path is missing: set it to a Hugging Face folder (--model), or set model.factory"
         )
-    own = {key: value for key, value in trainer.items() if key in TrainConfig.__dataclass_fields__}
+    own = trainer
     if model.path is not None:
         # SFTConfig checks its own keys, and has other defaults: streamer reads the size of a step
-        sizes = (
-            "output_dir",
-            "max_steps",
-            "max_length",
-            "per_device_train_batch_size",
-            "gradient_accumulation_steps",
-        )
-        own = {key: own[key] for key in sizes if key in own and own[key] != -1}
-    train = section(TrainConfig, "train", own if model.path is not None else trainer, where)
+        sizes = ("max_steps", "max_length", "per_device_train_batch_size", "gradient_accumulation_steps")
+        own = {key: trainer[key] for key in ("output_dir", *sizes) if trainer.get(key, -1) != -1}
+    train = section(TrainConfig, "train", own, where)
     if model.path is None and not train.max_steps:
         raise ConfigError(f"{where}: train.max_steps is missing: set it to an integer of 1 or more")
     if lora and model.path is None:
@@ -391,9 +264,7 @@ def dump_config(config: Config) -> str:
 # TOML
 
 
-def read_tables(
-    path: Path, known: Iterable[str], overrides: Sequence[str] = (), moved: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+def read_tables(path: Path, known: Iterable[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The tables of a TOML file after ``overrides``; raises ConfigError for one that is not ``known``."""
     try:
         tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -406,9 +277,6 @@ def read_tables(
     for override in overrides:
         _override(tables, override)
     for name, table in tables.items():
-        keys = [f"{name}.{key}" for key in table] if isinstance(table, dict) else []
-        if old := next((key for key in keys if moved and key in moved), None):
-            raise ConfigError(f"{path}: {old} is {(moved or {})[old]} now")
         if name not in known:
             raise ConfigError(f"{path}: unknown table [{name}]; {nearest(name, known)}")
         if not isinstance(table, dict):
@@ -515,14 +383,10 @@ def in_keys(message: str) -> str:
     a ``=``, and those that are not English words."""
 
     def key(found: re.Match[str]) -> str:
-        name, then = found.groups()
-        if then == "=None":
-            return f"no {KEYS[name]}"
-        return KEYS[name] + ("=" if then == "=" and found.string[found.end() :][:1].strip(" ,;:.)") else "")
+        return KEYS.get(found[1], found[1])
 
-    message = re.sub(r"(?:streamer\.)?(?:wrap|from_pretrained)\((\w+)=\.\.\.\)", r"\1=", message)
+    message = re.sub(r"(?:streamer\.)?(?:wrap|from_pretrained)\((\w+)=\.\.\.\)", key, message)
     message = re.sub(r"\btorch\.(float32|bfloat16|float16|int8)\b", r"\1", message)
-    before, names = r"(?<![\w./'\"])", "|".join(KEYS)  # not within a name, a path or quotes
-    no_words = "|".join(name for name in KEYS if "_" in name)
-    message = re.sub(rf"{before}({names})(=None\b|=(?!=)|(?=\[\d))", key, message)
-    return re.sub(rf"{before}({no_words})()\b(?![\w.(='])", key, message)
+    names = "|".join(name if "_" in name else f"{name}(?==(?!=))" for name in KEYS)
+    no_value = r"(?:=(?=[\s,;:.)]|$))?"
+    return re.sub(rf"(?<![\w./'\"])({names})\b(?![\w.(]){no_value}", key, message)

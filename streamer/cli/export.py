@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import errno
 import json
 import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,31 +18,26 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from streamer.checkpoint.frozen import LeftOut
 from streamer.checkpoint.manifest import NAME, Manifest, new_folder
-from streamer.checkpoint.save import BUFFERS, FROZEN, WEIGHTS
+from streamer.checkpoint.save import BUFFERS, WEIGHTS
 from streamer.checkpoint.tensors import BY_NAME, Flushing, Piece, write_tensors
-from streamer.cli.build import add_adapters, dtype_of, import_factory, peft_library, without_values
+from streamer.cli.build import add_adapters, dtype_of, refusals, without_values
 from streamer.cli.config import Config, ConfigError, load_config
 from streamer.errors import CheckpointError, amount, shortened
 from streamer.model.options import parse_bytes
 from streamer.model.units import kept_dtype
 from streamer.pretrained.architecture import is_quantized
 from streamer.pretrained.files import INDEX, SINGLE, Stored, stored_tensors
-from streamer.pretrained.match import Source, Tensors
-from streamer.pretrained.quantized_files import StoredQuantized, StoredStack, with_quantized
-from streamer.pretrained.stacks import name_of_original
-from streamer.version import __version__
+from streamer.pretrained.match import Tensors
+from streamer.pretrained.quantized_files import with_quantized
 
-#: The dtypes in which weights may be written.
-EXPORTED = ("bfloat16", "float32", "float16")
 #: Files of a tokenizer, and of a model besides its weights and its config.
-BESIDE = (
+COPIED = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
     "*.tiktoken", "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*",
 )  # fmt: skip
-#: Bytes of a header, a config and an index: in total, and for each tensor.
-MARGIN_BYTES, NAMED_BYTES = 1 << 20, 512
+#: Bytes of headers, a config and an index, and of a tokenizer.
+MARGIN_BYTES = 32 << 20
 #: peft's name of a model's first adapter, and its prefix of the names of adapters' tensors.
 ADAPTER, PREFIX = "default", "base_model.model."
 
@@ -62,29 +56,21 @@ def export(
     ``run`` is a run's folder, for its last checkpoint or, with ``best``, the one with the lowest validation
     loss; or a checkpoint. Weights are the fp32 masters, rounded to ``dtype`` ("float32", "bfloat16" or
     "float16"; by default the dtype in which the run streamed them), as safetensors of at most ``shard_size``
-    bytes. The folder also has the files that loading needs: Hugging Face's, or for your own model
-    ``config.json`` and a ``README.txt`` with the code. For a run with ``[lora]`` only the adapters are
-    written, as peft does; with ``merge`` the whole model, with the adapters added in fp32. One tensor is in
-    memory at a time.
+    bytes, with the files that loading needs: Hugging Face's, or for your own model ``config.json``. For a run
+    with ``[lora]`` only the adapters are written, as peft does; with ``merge`` the whole model, with the
+    adapters added in fp32. One tensor is in memory at a time.
 
     Raises FileExistsError if ``to`` exists, `CheckpointError` for a checkpoint that is missing, damaged or of
     another model, `ConfigError` for an unknown option or a value beyond the range of ``dtype``, and OSError
     if the folder cannot be written."""
     to = Path(to)
-    if to.exists():
-        raise FileExistsError(errno.EEXIST, "the path exists already: export to a new folder", str(to))
-    if dtype not in (None, *EXPORTED):
-        raise ConfigError(f"--dtype {dtype}: it must be one of {', '.join(EXPORTED)}")
-    try:
+    with refusals("--shard-size"):
         limit = parse_bytes("--shard-size", shard_size) or sys.maxsize
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     checkpoint = _checkpoint(Path(run), best=best)
     config = _config(checkpoint)
-    model: nn.Module = without_values(config)
-    streamed = (
-        dtype_of(config) or (getattr(model, "dtype", None) if config.model.path else None) or torch.float32
-    )
+    model: Any = without_values(config)
+    of_folder = getattr(model, "dtype", None) if config.model.path else None
+    streamed = dtype_of(config) or of_folder or torch.float32
     wanted: torch.dtype = streamed if dtype is None else getattr(torch, dtype)
     if merge and not config.lora:
         raise ConfigError(f"--merge adds adapters to a model, and the run of {checkpoint} has no [lora]")
@@ -93,46 +79,43 @@ def export(
     stored = _stored(checkpoint, manifest)
     if config.lora and not merge:
         values = {name: stored[name].read().to(wanted, copy=True) for name in manifest.files_of(WEIGHTS)}
-        write_adapters(model, values, config, to)
+        _write_adapters(model, values, config, to)
         return
     if config.lora:
-        model, pieces, names = _merged(config, stored, manifest, wanted)
+        model, names = without_values(_without_lora(config)), {}
+        pieces = _merged(config, stored, wanted)
         if config.model.quantize != "none":
             print(
                 f"The run was trained on a base quantized to {config.model.quantize}: its adapters are "
-                f"added to "
-                "the weights in model.path before quantization"
+                "added to the weights in model.path before quantization"
             )
     else:
         names = _names(checkpoint, stored, model)
         params = dict(model.named_parameters(remove_duplicate=False))
+        dtypes = {name: _at_least(wanted, params[name]) for name in names if name in params}
         pieces = [
-            _piece(
-                stored[there],
-                first,
-                _at_least(wanted, params[there]) if there in params else stored[there].dtype,
-            )
+            _piece(stored[there], first, dtypes.get(there, stored[there].dtype))
             for there, (first, *_) in names.items()
         ]
-    nbytes, copied = sum(piece.nbytes for piece in pieces), files_to_copy(config)
-    needed = nbytes + sum(path.stat().st_size for path in copied) + NAMED_BYTES * len(pieces) + MARGIN_BYTES
-    with new_folder(to, nbytes=needed, what="a folder of weights") as folder:
+    nbytes = sum(piece.nbytes for piece in pieces)
+    with new_folder(to, nbytes=nbytes + MARGIN_BYTES, what="a folder of weights") as folder:
         _write_shards(folder, pieces, limit)
         tied = {other: first for first, *others in names.values() for other in others}
         _describe(folder, model, config, wanted, manifest.step, tied)
-        for path in copied:
-            shutil.copyfile(path, folder / path.name)
+        _copy_tokenizer(config, folder)
     print(
         f"{checkpoint}: step {manifest.step}, {amount(nbytes)} of weights in {str(wanted)[6:]}, written to "
         f"{to}"
     )
 
 
-def write_adapters(model: Any, values: Mapping[str, torch.Tensor], config: Config, folder: Path) -> None:
+def _write_adapters(model: Any, values: Mapping[str, torch.Tensor], config: Config, folder: Path) -> None:
     """Write adapters of ``model`` with ``values`` by name into ``folder``, as peft does, with the
     tokenizer."""
+    import peft
+
     # not "auto", with which peft queries a hub on the network
-    found = peft_library().get_peft_model_state_dict(model, dict(values), save_embedding_layers=False)
+    found = peft.get_peft_model_state_dict(model, dict(values), save_embedding_layers=False)
     tensors = {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in found.items()}
     options = copy.copy(model.peft_config[ADAPTER])
     options.base_model_name_or_path, options.inference_mode = os.path.abspath(str(config.model.path)), True
@@ -140,25 +123,24 @@ def write_adapters(model: Any, values: Mapping[str, torch.Tensor], config: Confi
     with new_folder(folder, nbytes=nbytes + MARGIN_BYTES, what="a folder of adapters") as hidden:
         save_file(tensors, hidden / "adapter_model.safetensors", metadata={"format": "pt"})
         options.save_pretrained(hidden)
-        for path in files_to_copy(config):
-            shutil.copyfile(path, hidden / path.name)
+        _copy_tokenizer(config, hidden)
     print(f"The adapters, {amount(nbytes)}, are in {folder}; streamer export --merge writes a whole model")
 
 
-def files_to_copy(config: Config) -> list[Path]:
-    """The files of the tokenizer and the licence in the folder of a pretrained model."""
-    if config.model.path is None:
-        return []
-    folder = Path(config.model.path)
-    folder = folder if folder.is_dir() else folder.parent
-    return sorted({path for pattern in BESIDE for path in folder.glob(pattern) if path.is_file()})
+def _copy_tokenizer(config: Config, folder: Path) -> None:
+    """Copy the tokenizer and the licence of a pretrained model."""
+    if config.model.path is not None:
+        source = Path(config.model.path)
+        for pattern in COPIED:
+            for path in (source if source.is_dir() else source.parent).glob(pattern):
+                shutil.copyfile(path, folder / path.name)
 
 
 def checkpoints_of(run: Path) -> list[Path]:
-    """The complete checkpoints in a run's folder, by step."""
+    """The complete checkpoints in a run's folder, by step; or the checkpoint ``run`` itself."""
     found = [
         path
-        for folder in run.glob("checkpoint-*")
+        for folder in (run, *run.glob("checkpoint-*"))
         for path in (folder, folder / "streamer")
         if (path / NAME).exists()
     ]
@@ -174,9 +156,6 @@ def _checkpoint(run: Path, *, best: bool) -> Path:
                 f"{run} has no best checkpoint: train with --set train.load_best_model_at_end=true"
             )
         run = run / Path(found).name
-    for place in (run, run / "streamer"):
-        if (place / NAME).exists():
-            return place
     if not (all_of_run := checkpoints_of(run)):
         raise CheckpointError(f"{run} is not a checkpoint, and has no complete one")
     return all_of_run[-1]
@@ -278,76 +257,46 @@ def _write_shards(folder: Path, pieces: Sequence[Piece], limit: int) -> None:
 def _describe(
     folder: Path, model: Any, config: Config, dtype: torch.dtype, step: int, tied: Mapping[str, str]
 ) -> None:
-    """Write ``config.json``: Hugging Face's, or for your own model its function, and README.txt with the code
-    that loads it."""
+    """Write ``config.json``: Hugging Face's, or for your own model its function, and the names of tied
+    weights, which are in the files once."""
     if config.model.path is not None:
+        if is_quantized(model):
+            del model.config.quantization_config  # the written weights are not quantized
         model.config.architectures, model.config.dtype = [type(model).__name__], dtype
         model.config.save_pretrained(folder)
         return
-    factory = str(config.model.factory).partition(":")[2]
-    module = import_factory(str(config.model.factory)).__module__
     known = {"factory": config.model.factory, "args": config.model.args, "step": step, "tied": tied}
     (folder / "config.json").write_text(json.dumps(known, indent=2, default=str) + "\n")
-    code = f"""\
-Weights after step {step} in {str(dtype)[6:]}, written by streamer {__version__}. To load them, in this
-folder:
-
-    import json
-    from pathlib import Path
-    from safetensors.torch import load_file
-    from {module} import {factory}
-
-    config = json.loads(Path("config.json").read_text())
-    weights = {{}}
-    for path in sorted(Path().glob("*.safetensors")):
-        weights |= load_file(path)
-    weights |= {{name: weights[first] for name, first in config["tied"].items()}}
-    model = {factory}(**config["args"])
-    model.load_state_dict(weights)
-"""
-    (folder / "README.txt").write_text(code)
 
 
-def _merged(
-    config: Config, stored: Mapping[str, Stored], manifest: Manifest, dtype: torch.dtype
-) -> tuple[nn.Module, list[Piece], dict[str, list[str]]]:
-    """The model, and the tensors of its base with the run's adapters added to them."""
-    base = Path(str(config.model.path))
-    plain: Any = without_values(_without_lora(config))
+def _merged(config: Config, stored: Mapping[str, Stored], dtype: torch.dtype) -> list[Piece]:
+    """The tensors of a run's base, with its adapters added to them."""
+    from peft.tuners.lora import LoraLayer
+
+    base, streamed = Path(str(config.model.path)), dtype_of(config)
+    model: Any = without_values(_without_lora(config))
+    buffers = [
+        _piece(stored[name], name, stored[name].dtype) for name in stored if name in model.state_dict()
+    ]
     found = stored_tensors(base)
-    sources = Tensors(plain, with_quantized(base, found, plain.config) if is_quantized(plain) else found, ())
+    sources = Tensors(model, with_quantized(base, found, model.config) if is_quantized(model) else found, ())
     names: dict[nn.Parameter, list[str]] = {}
-    for name, param in plain.named_parameters(remove_duplicate=False):
+    for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
     if absent := [own[0] for param, own in names.items() if sources.source(param) is None]:
         raise CheckpointError(f"{base} is not of the run's model; missing: {shortened(absent)}")
-    adapted = add_adapters(plain, config.lora)
-    in_training = {param: name for name, param in adapted.named_parameters() if param in names}
-    wanted = {name for name, param in adapted.named_parameters() if param not in names}
-    if wanted != set(manifest.files_of(WEIGHTS)):
-        raise CheckpointError(
-            "the checkpoint is not of the run's [lora]: " + shortened(sorted(wanted ^ stored.keys()))
-        )
-    kind = peft_library().tuners.lora.LoraLayer
-    layers = {
+    layers: dict[Any, tuple[str, Any]] = {
         module.get_base_layer().weight: (name, module)
-        for name, module in adapted.named_modules()
-        if isinstance(module, kind)
+        for name, module in add_adapters(model, config.lora).named_modules()
+        if isinstance(module, LoraLayer)
     }
-    left_out = {name: LeftOut.parsed(value) for name, value in manifest.values[FROZEN].items()}
 
     def read(param: nn.Parameter, to: torch.dtype) -> torch.Tensor:
-        source, known = sources.source(param), left_out.get(in_training[param])
+        source = sources.source(param)
         assert source is not None
         values = source.read()
-        if known is not None:
-            values = values.to(BY_NAME[known.dtype])
-            is_same = LeftOut.of(values) == known
-        else:  # it was quantized in training, and perhaps in the files too
-            parts = _parts_in_files(source, in_training[param], param)
-            is_same = all(LeftOut.of(read_part()) == left_out.get(part) for part, read_part in parts.items())
-        if not is_same:
-            raise CheckpointError(f"'{names[param][0]}' in {base} differs from that in training: restore it")
+        if streamed is not None:  # the adapters were trained on rounded values
+            values = values.to(_at_least(streamed, param))
         if param not in layers:
             return values.to(to)
         name, layer = layers[param]
@@ -366,27 +315,7 @@ def _merged(
             )
         to = _at_least(dtype, param)
         pieces.append(Piece(first, to, tuple(param.shape), partial(read, param, to)))
-    model: Any = without_values(_without_lora(config))
-    if is_quantized(model):
-        del model.config.quantization_config  # the written weights are not quantized
-    buffers = [
-        _piece(stored[name], name, stored[name].dtype) for name in stored if name in model.state_dict()
-    ]
-    return model, [*buffers, *pieces], {first: [first, *others] for first, *others in names.values()}
-
-
-def _parts_in_files(source: Source, name: str, param: nn.Parameter) -> dict[str, Callable[[], torch.Tensor]]:
-    """Functions that read the parts of ``param``, by the parts' names in training, if it is quantized in the
-    files."""
-    if param.dim() == 3:
-        stack = StoredStack.of(source)
-        if not isinstance(stack, StoredStack):
-            return {}
-        name = name_of_original(name)
-        return {f"{name}.{part}": partial(read, "cpu") for part, read in stack.parts.items()}
-    if not isinstance(source.stored, StoredQuantized):
-        return {}
-    return {f"{name}.{part}": it.read for part, it in source.stored.parts.items()}
+    return [*buffers, *pieces]
 
 
 def _without_lora(config: Config) -> Config:

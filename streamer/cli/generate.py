@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import streamer
+from streamer.cli.build import refusals
 from streamer.cli.config import ConfigError, SampleConfig
-from streamer.cli.data.dataset import load_tokenizer
-from streamer.cli.data.documents import Words, token_after_answer
+from streamer.cli.data import load_tokenizer, token_after_answer
 from streamer.engine.handle import wrapped
 from streamer.integrations.causal_lm import without_adapters
 
@@ -25,12 +25,15 @@ class Writer:
 
     def __init__(self, model: nn.Module, tokenizer: Any, options: SampleConfig) -> None:
         self.model, self.tokenizer, self.options = model, tokenizer, options
-        self.prompts = [(_words(prompt), self._tokens(prompt)) for prompt in options.prompts]
+        self.prompts = [
+            (prompt if isinstance(prompt, str) else str(prompt[-1]["content"]), self.tokens_of(prompt))
+            for prompt in options.prompts
+        ]
         own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         found = {
             *(own if isinstance(own, list) else [own]),
             tokenizer.eos_token_id,
-            token_after_answer(Words.of(tokenizer)),
+            token_after_answer(tokenizer),
         }
         #: the tokens that end a text
         self.ends = sorted(token for token in found if token is not None)
@@ -70,29 +73,19 @@ class Writer:
             model.train(was_training)
         return [token for token in found[0, len(tokens) :].tolist() if token not in self.ends]
 
-    def _tokens(self, prompt: Any) -> list[int]:
-        if isinstance(prompt, str) and not self.options.chat:
+    def tokens_of(self, prompt: Any) -> list[int]:
+        """The tokens of a text, or of a chat in the tokenizer's template, up to the answer."""
+        if isinstance(prompt, str) and self.options.chat:
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(prompt, str):
             return list(self.tokenizer(prompt)["input_ids"])
-        return self.chat_tokens(
-            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
-        )
-
-    def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """A chat in the tokenizer's template, up to the answer."""
-        words = Words.of(self.tokenizer)
-        if not words.has_template:
-            raise ConfigError(f"a chat needs a template, and the tokenizer{words.source} has none: use texts")
+        if not self.tokenizer.chat_template:
+            raise ConfigError("a chat needs a template, and the tokenizer has none: use texts")
         try:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template may raise anything
-            raise ConfigError(
-                f"the tokenizer's template refuses a chat: {' '.join(str(error).split())}"
-            ) from error
+            raise ConfigError(f"the tokenizer's template refuses a chat: {error}") from error
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _words(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 
 def chat(place: str, options: SampleConfig, *, device: str | None = None) -> None:
@@ -108,7 +101,7 @@ def chat(place: str, options: SampleConfig, *, device: str | None = None) -> Non
     tokenizer = load_tokenizer(str(folder))
     writer = Writer(model, tokenizer, options)
     printing = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    is_chat = Words.of(tokenizer).has_template
+    is_chat = bool(tokenizer.chat_template)
     if not is_chat:
         print("The tokenizer has no chat template: the model continues your text.")
     messages: list[dict[str, str]] = []
@@ -118,11 +111,9 @@ def chat(place: str, options: SampleConfig, *, device: str | None = None) -> Non
                 messages = []
                 continue
             messages.append({"role": "user", "content": line})
-            tokens = writer.chat_tokens(messages) if is_chat else list(tokenizer(line)["input_ids"])
-            answer = writer.continued(tokens, streamer=printing)
-            messages.append(
-                {"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)}
-            )
+            answer = writer.continued(writer.tokens_of(messages if is_chat else line), streamer=printing)
+            text = tokenizer.decode(answer, skip_special_tokens=True)
+            messages.append({"role": "assistant", "content": text})
     except EOFError:
         print()
     finally:
@@ -142,12 +133,11 @@ def folder_of_run(place: Path) -> Path:
 
 def load(folder: Path, device: str | None) -> nn.Module:
     """The model in ``folder``, streamed; adapters are added to their base."""
-    from streamer.cli.build import peft_library, refusals
-
     with refusals(str(folder)):
         if not (folder / "adapter_config.json").is_file():
             return streamer.from_pretrained(folder, device=device)
-        peft = peft_library()
-        base = peft.PeftConfig.from_pretrained(folder).base_model_name_or_path
+        import peft
+
+        base = peft.PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
         model: Any = streamer.from_pretrained(base, device=device)
-        return peft.PeftModel.from_pretrained(model, folder)  # type: ignore[no-any-return]
+        return peft.PeftModel.from_pretrained(model, folder)

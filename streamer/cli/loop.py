@@ -9,7 +9,6 @@ import math
 import os
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,14 +20,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
 
 import streamer
 from streamer.backends.ranks import Ranks
 from streamer.checkpoint.manifest import Manifest
 from streamer.cli.build import build_model, build_optimizer
-from streamer.cli.config import Config, ConfigError, TrainConfig, dump_config, in_keys, load_config
-from streamer.cli.data.files import TOKEN_FILES, find_files
+from streamer.cli.config import Config, ConfigError, TrainConfig, dump_config, in_keys
+from streamer.cli.data import TOKEN_FILES, find_files
 from streamer.cli.export import checkpoints_of
 from streamer.cli.plan.command import check_memory
 from streamer.cli.plan.planning import settle
@@ -38,14 +36,13 @@ from streamer.cli.run import (
     METRICS,
     Lines,
     Stop,
-    check_space,
     failed,
+    model_line,
     seconds_of,
     write_end,
 )
 from streamer.cli.step import Batch, logits_of, loss_function, step_on
 from streamer.engine.handle import wrapped
-from streamer.errors import amount
 
 #: Length of the prompt of the final sample, in tokens of validation text.
 PROMPT = 64
@@ -62,7 +59,6 @@ class Text:
     train: Any
     val: Any
     is_bytes: bool
-    about: str
 
     def crops(self, split: Any, starts: np.ndarray[Any, Any], time: int) -> Batch:
         places = starts[:, None] + np.arange(time + 1)
@@ -119,20 +115,13 @@ def load_text(config: Config) -> Text:
         limit = max(data.val_fraction, min(shares.values()))
         train = _joined([path for path in files if shares[path] > limit])
         val = _joined([path for path in files if shares[path] <= limit])
-    place = ", ".join(data.paths[:3]) or "the Python standard library's source (data.paths is empty)"
-    text = Text(
-        train,
-        val,
-        is_bytes,
-        f"{place}: {len(files):,} files, {sum(p.stat().st_size for p in files) / 1e6:,.1f} MB",
-    )
     context = config.train.max_length
     for name, split in (("training", train), ("validation", val)):
         if len(split) <= context:
             raise ConfigError(
                 f"the {name} data has {len(split)} tokens, and train.max_length = {context} needs more"
             )
-    return text
+    return Text(train, val, is_bytes)
 
 
 def _share(name: str) -> float:
@@ -179,7 +168,7 @@ class Loop:
     def __init__(self, config: Config, model: nn.Module, text: Text, ranks: Ranks) -> None:
         self.config, self.train, self.model, self.text, self.ranks = config, config.train, model, text, ranks
         self.optimizer = build_optimizer(config, model)
-        self.rates = torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule(self.train))
+        self.factor = schedule(self.train)
         self.draws = torch.Generator().manual_seed(self.train.seed)
         self.loss_of = loss_function(model)
         self.step = 0
@@ -197,23 +186,31 @@ class Loop:
 
     def train_step(self) -> dict[str, float]:
         """The next update; its loss in nats per token, over all ranks, learning rate and norm."""
+        rate = self.train.learning_rate * self.factor(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         loss, norm = step_on(self.config, self.model, self.optimizer, self.loss_of, self.batches())
-        rate = self.rates.get_last_lr()[0]
-        self.rates.step()
         self.step += 1
         of_all = self.ranks.exchange(f"the loss of step {self.step}", float(loss))
-        values = {"loss": sum(of_all) / len(of_all), "lr": float(rate)}
+        values = {"loss": sum(of_all) / len(of_all), "lr": rate}
         return values if norm is None else values | {"grad_norm": float(norm)}
 
     @torch.no_grad()
     def validate(self) -> float:
-        """The mean loss on the validation batches, in nats per token; each rank computes part of them."""
+        """The mean loss on the validation batches, in nats per token; each rank computes part of them. Raises
+        ConfigError for a model that cannot run on them."""
         train, ranks = self.train, self.ranks
         batches = self.text.validation(
             train.eval_batches, train.per_device_train_batch_size, train.max_length
         )
-        with self._evaluating():
-            mine = [float(self.loss_of(self.model, batch)) for batch in batches[ranks.rank :: ranks.size]]
+        try:
+            with self._evaluating():
+                mine = [float(self.loss_of(self.model, batch)) for batch in batches[ranks.rank :: ranks.size]]
+        except (ValueError, IndexError) as error:
+            raise ConfigError(
+                f"the model cannot run on sequences of train.max_length = {train.max_length}: "
+                f"{in_keys(str(error))}; correct model.args or train.max_length"
+            ) from error
         found = ranks.exchange(f"the validation after step {self.step}", sum(mine), patient=True)
         loss: float = sum(found) / sum(batch[1].numel() for batch in batches)
         self.losses.setdefault("first_val_loss", loss)
@@ -253,7 +250,7 @@ class Loop:
         """Write the checkpoint of this step into ``out``, and delete the oldest beyond
         ``train.save_total_limit``."""
         place = out / f"checkpoint-{self.step}"
-        extra = {"rates": self.rates.state_dict(), "draws": self.draws.get_state(), "losses": self.losses}
+        extra = {"draws": self.draws.get_state(), "losses": self.losses}
         if not place.exists():
             streamer.save(self.model, self.optimizer, place, step=self.step, extra=extra)
         if self.ranks.is_first:
@@ -266,13 +263,6 @@ class Loop:
         loaded = streamer.load(self.model, self.optimizer, checkpoint)
         self.step, self.losses = loaded.step, dict(loaded.extra["losses"])
         self.draws.set_state(loaded.extra["draws"])
-        self.rates.load_state_dict(loaded.extra["rates"] | {"base_lrs": self.rates.base_lrs})
-        rate = self.train.learning_rate * schedule(self.train)(self.step)
-        for group in self.optimizer.param_groups:
-            group.update(lr=rate, initial_lr=self.train.learning_rate)
-            if "weight_decay" in group:
-                group.update(weight_decay=self.train.weight_decay)
-        self.rates._last_lr = [rate] * len(self.optimizer.param_groups)
 
 
 def train_own(config: Config, *, resume: str | None = None) -> None:
@@ -291,7 +281,6 @@ def train_own(config: Config, *, resume: str | None = None) -> None:
         text = load_text(config)
         check_memory(config, ranks.local_size, ranks.machines)
         out = checkpoint.parent if checkpoint is not None else _free(Path(config.train.output_dir))
-        check_space(config, out)
         torch.manual_seed(config.train.seed)
         model = build_model(config, process_group=None if ranks.is_alone else dist.group.WORLD)
         try:
@@ -299,43 +288,44 @@ def train_own(config: Config, *, resume: str | None = None) -> None:
             if checkpoint is not None:
                 loop.load(checkpoint)
             else:
-                _first_validation(loop)
+                loop.validate()
             out = Path(ranks.from_first("the folder of the run", str(out)))
             if ranks.is_first:
                 out.mkdir(parents=True, exist_ok=checkpoint is not None)
                 (out / CONFIG).write_text(dump_config(config))
-            say(_beginning(loop, out))
+            train, unit = config.train, "bytes" if text.is_bytes else "tokens"
+            each = "" if ranks.is_alone else f" on each of {ranks.size} ranks"
+            say(model_line(model))
+            say(f"data: {len(text.train):,} {unit} to train on, {len(text.val):,} to validate")
+            say(
+                f"steps {loop.step + 1} to {train.max_steps} of {train.batch_size} x {train.max_length} "
+                f"tokens{each}, to {out}"
+            )
             _run(loop, out, say)
         finally:
             wrapped(model).close()
 
 
 def _run(loop: Loop, out: Path, say: Callable[..., None]) -> None:
-    train, lines, first = loop.train, Lines(out / METRICS), None
-    ranks, seconds = loop.ranks, list[float]()
-    tokens = train.batch_size * ranks.size * train.max_length
+    train, ranks, lines, first = loop.train, loop.ranks, Lines(out / METRICS), None
+    tokens, seconds = train.batch_size * ranks.size * train.max_length, list[float]()
     unit, unigram = "byte" if loop.text.is_bytes else "token", loop.text.unigram_loss()
     if ranks.is_first:
         lines.forget_after(loop.step)
-    bar = tqdm(
-        total=train.max_steps, initial=loop.step, unit="step", dynamic_ncols=True,
-        disable=not (ranks.is_first and sys.stderr.isatty()),
-    )  # fmt: skip
 
-    def write(text: str) -> None:
+    def log(values: dict[str, float], words: str | None) -> None:
         if ranks.is_first:
-            tqdm.write(text)
-            sys.stdout.flush()
+            lines.add({"step": loop.step, **values})
+        if words is not None:
+            say(f"step {loop.step}: {words}", flush=True)
 
-    def report_validation() -> None:
-        if ranks.is_first:
-            lines.add({"step": loop.step, "val_loss": loop.losses["last_val_loss"]})
-        found = loop.losses["last_val_loss"]
-        write(f"step {loop.step:5d}: validation loss {found:.3f} ({unit} frequencies alone: {unigram:.3f})")
+    def log_validation() -> None:
+        loss = loop.losses["last_val_loss"]
+        log({"val_loss": loss}, f"validation loss {loss:.3f} ({unit} frequencies alone: {unigram:.3f})")
 
-    with bar, Stop() as stop:
+    with Stop() as stop:
         if loop.step == 0:
-            report_validation()
+            log_validation()
         while loop.step < train.max_steps:
             begun = time.perf_counter()
             try:
@@ -345,63 +335,29 @@ def _run(loop: Loop, out: Path, say: Callable[..., None]) -> None:
             seconds.append(time.perf_counter() - begun)
             first = first or seconds_of(loop.model)
             values["tokens_per_second"] = tokens / seconds[-1]
-            if ranks.is_first:
-                lines.add({"step": loop.step, **values})
             words = f"loss {values['loss']:.3f}, {values['tokens_per_second']:,.0f} tokens/s"
-            bar.set_postfix_str(words, refresh=False)
-            bar.update()
-            if bar.disable and loop.step % train.logging_steps == 0:
-                write(f"step {loop.step}: {words}")
+            log(values, words if loop.step % train.logging_steps == 0 else None)
             if loop.step % train.eval_steps == 0 or loop.step == train.max_steps:
                 loop.validate()
-                report_validation()
+                log_validation()
             is_stopped = any(ranks.exchange(f"signals after step {loop.step}", stop.signal is not None))
             is_due = train.save_steps and loop.step % train.save_steps == 0
             if is_due or is_stopped or loop.step == train.max_steps:
                 place = loop.save(out)
             if is_stopped and loop.step < train.max_steps:
-                write(f"stopped after step {loop.step}; --resume {place} continues")
+                say(f"stopped after step {loop.step}; --resume {place} continues")
                 return
-    steady = seconds[len(seconds) // 10 :]
     if loop.config.sample.tokens:
         sample = loop.sample(loop.config.sample.tokens)
         say(f"\nA sample, after the first {PROMPT} {unit}s of validation text:\n\n{sample}")
     if ranks.is_first:
-        speed = tokens / statistics.median_high(steady) if steady else 0.0
+        speed = tokens / statistics.median(seconds[len(seconds) // 10 :]) if seconds else 0.0
         trained = {"tokens_per_second": speed, **loop.losses, "unigram_loss": unigram}
         write_end(loop.model, out, first, trained, unit=unit)
     say(f"Written to {out}: streamer plot {out} draws it, streamer export {out} --to DIR writes its weights")
 
 
-def _first_validation(loop: Loop) -> None:
-    """Validate before the first step: a model that cannot run on this data raises ConfigError here."""
-    try:
-        loop.validate()
-    except (ValueError, IndexError) as error:
-        raise ConfigError(
-            f"the model cannot run on sequences of train.max_length = {loop.train.max_length}: "
-            f"{in_keys(str(error))}; correct model.args or train.max_length"
-        ) from error
-
-
-def _beginning(loop: Loop, out: Path) -> str:
-    held, train, text = streamer.stats(loop.model), loop.train, loop.text
-    params = list(loop.model.parameters())
-    on_disk = f", {amount(sum(held.disk_bytes.values()))} on disk" if held.disk_bytes else ""
-    unit = "bytes" if text.is_bytes else "tokens"
-    left = f"steps {loop.step + 1} to {train.max_steps}" if loop.step else f"{train.max_steps} steps"
-    parts = "" if loop.ranks.is_alone else f" on each of {loop.ranks.size} ranks"
-    lines = [
-        f"{sum(param.numel() for param in params):,} parameters: {amount(held.device_bytes_now)} on the "
-        f"device ({params[0].device.type}), {amount(sum(held.host_bytes.values()))} in host memory{on_disk}",
-        f"data: {text.about}",
-        f"data: {len(text.train):,} {unit} to train on, {len(text.val):,} to validate",
-        f"{left} of {train.batch_size} x {train.max_length} tokens{parts}, to {out}",
-    ]
-    return "\n".join(lines)
-
-
-def _silent(*_: object) -> None:
+def _silent(*_: object, **__: object) -> None:
     pass
 
 
@@ -411,29 +367,14 @@ def _free(wanted: Path) -> Path:
     return next(path for path in itertools.chain([wanted], numbered) if not path.exists())
 
 
-#: Keys that a resumed run may not change.
-FIXED = ("factory", "args", "init")
-
-
 def _checkpoint_to_resume(config: Config, resume: str) -> Path:
     wanted = Path(config.train.output_dir)
-    runs = (
-        [Path(resume)]
-        if resume
-        else sorted(wanted.parent.glob(f"{wanted.name}*"), key=lambda path: path.stat().st_mtime)
-    )
-    found = [
-        each
-        for run in runs
-        for each in (checkpoints_of(run) or ([run] if (run / "manifest.json").exists() else []))
-    ]
+    runs = [Path(resume)]
+    if not resume:
+        runs = sorted(wanted.parent.glob(f"{wanted.name}*"), key=lambda path: path.stat().st_mtime)
+    found = [each for run in runs for each in checkpoints_of(run)]
     if not found:
         raise ConfigError(f"{resume or wanted} has no complete checkpoint: train without --resume")
-    before = load_config(found[-1].parent / CONFIG)
-    for key in FIXED:
-        then, now = getattr(before.model, key), getattr(config.model, key)
-        if then != now:
-            raise ConfigError(f"{found[-1]} was written with model.{key} = {then}, and not {now}")
     if Manifest.read(found[-1]).step >= config.train.max_steps:
         raise ConfigError(f"{found[-1]} is the end of its run: for more steps, --set train.max_steps=...")
     return found[-1]

@@ -7,13 +7,11 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 
 from streamer.cli import shipped
 from streamer.cli.config import Config, ConfigError, RunError, load_config, with_keys
@@ -35,6 +33,11 @@ examples:
   streamer plot runs/hf-finetune
       draw pictures of the run
 """
+#: Libraries that a subcommand may need, and the extra of the distribution that installs them.
+EXTRAS = {
+    **dict.fromkeys(("transformers", "trl", "peft", "datasets", "huggingface_hub"), "hf"),
+    "matplotlib": "plot",
+}
 #: Options that set a key of the configuration.
 SHORT = {
     "--data": ("data.paths", "PATH", "text, JSON lines or Parquet, or folders of them"),
@@ -46,6 +49,7 @@ SHORT = {
     "--steps": ("train.max_steps", "N", "updates"),
     "--save-every": ("train.save_steps", "N", "steps between checkpoints"),
 }
+NUMBERS = ("lora.r", "train.learning_rate", "train.num_train_epochs", "train.max_steps", "train.save_steps")
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -111,12 +115,6 @@ def command_line() -> argparse.ArgumentParser:
     configs.add_argument("name", nargs="?", help="the one to copy")
     configs.add_argument("--to", metavar="FILE", help="default: NAME.toml in the current folder")
     calibrate = commands.add_parser("calibrate", help="measure this machine, for plans")
-    calibrate.add_argument(
-        "config", nargs="?", help="measure at the shapes and in the dtype of this configuration"
-    )
-    calibrate.add_argument(
-        "--set", action="append", default=[], metavar="TABLE.KEY=VALUE", help=argparse.SUPPRESS
-    )
     calibrate.add_argument("--device", help='"cuda" or "cpu"; default: CUDA if there is one')
     calibrate.add_argument(
         "--disk",
@@ -168,8 +166,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     configuration or the data, or a plan that does not fit. 130: Ctrl-C before the first step. 141: the reader
     of a pipe has closed it."""
     arguments = command_line().parse_args(argv)
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).addFilter(_is_news)
+    # an import of torchao warns of kernels of other GPUs that it cannot load, and of its enumerations
+    for library in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     try:
         code = globals()[f"_{arguments.command}"](arguments)
         sys.stdout.flush()
@@ -185,15 +184,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         what = error.strerror or error
         return _failed(what if error.filename is None else f"{error.filename}: {what}", 2)
+    except ImportError as error:
+        library = str(error.name).partition(".")[0]
+        if library not in EXTRAS:
+            raise
+        return _failed(f"this needs {library}: pip install 'layer-streamer[{EXTRAS[library]}]'", 2)
     except KeyboardInterrupt:
         print("\nstreamer: interrupted; nothing is written", file=sys.stderr)
         return 130
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a record is none of those that an import of torchao logs: kernels of other GPUs that it cannot
-    load, enumerations that it need not register."""
-    return not str(record.msg).startswith("Failed to load ") and "is an Enum subclass" not in str(record.msg)
 
 
 def _failed(error: object, code: int) -> int:
@@ -204,37 +202,15 @@ def _failed(error: object, code: int) -> int:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Inside the block, which imports a subcommand, libraries do not warn, and Ctrl-C ends the process at
-    once: a KeyboardInterrupt during the import of an extension module may be lost."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        os.write(2, b"\nstreamer: interrupted; nothing is written\n")
-        os._exit(130)
-
+    """Inside the block, which imports a subcommand, libraries neither warn nor log."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     logging.disable(logging.WARNING)
-    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with contextlib.suppress(ValueError):  # not in the main thread
-        if is_ours:
-            signal.signal(signal.SIGINT, leave)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except ImportError as error:
-        if error.name is None or error.name.partition(".")[0] not in (
-            "trl",
-            "transformers",
-            "datasets",
-            "peft",
-        ):
-            raise
-        raise ConfigError(f"this needs the {error.name} library: pip install 'layer-streamer[hf]'") from error
     finally:
         logging.disable(logging.NOTSET)
-        with contextlib.suppress(ValueError):
-            if is_ours:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _config(arguments: Namespace) -> Config:
@@ -242,14 +218,7 @@ def _config(arguments: Namespace) -> Config:
     overrides = list(arguments.set)
     for key, value in vars(arguments).items():
         if "." in key and value is not None:
-            is_text = key in (
-                "data.paths",
-                "model.path",
-                "train.output_dir",
-                "stream.device_memory",
-                "stream.host_memory",
-            )
-            overrides.append(f"{key}={json.dumps(value, ensure_ascii=False) if is_text else value}")
+            overrides.append(f"{key}={value if key in NUMBERS else json.dumps(value, ensure_ascii=False)}")
     name = arguments.config
     if shipped.is_model(name):
         overrides.insert(0, f"model.path={json.dumps(name, ensure_ascii=False)}")
@@ -273,7 +242,7 @@ def _train(arguments: Namespace) -> None:
 def _data(arguments: Namespace) -> None:
     config = _config(arguments)
     with importing():
-        from streamer.cli.data.dataset import show_data
+        from streamer.cli.data import show_data
     show_data(config, arguments.show)
 
 
@@ -337,7 +306,6 @@ def _configs(arguments: Namespace) -> None:
 
 
 def _calibrate(arguments: Namespace) -> None:
-    config = None if arguments.config is None else _config(arguments)
     with importing():
         from streamer.cli.calibrate.command import calibrate
-    calibrate(config, device=arguments.device, output=Path(arguments.output), disk=arguments.disk)
+    calibrate(device=arguments.device, output=Path(arguments.output), disk=arguments.disk)

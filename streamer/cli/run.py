@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,10 +15,9 @@ import torch
 from torch import nn
 
 import streamer
-from streamer.backends.base import DISKS, SPECIAL
 from streamer.checkpoint.manifest import new_file
-from streamer.cli.build import dtype_of, without_values
-from streamer.cli.config import Config, ConfigError, RunError, in_keys
+from streamer.cli.build import dtype_of
+from streamer.cli.config import Config, RunError, in_keys
 from streamer.errors import amount
 from streamer.model.units import kept_dtype
 from streamer.optim.state import parse_state_dtype
@@ -141,20 +139,6 @@ def space_of(config: Config, model: nn.Module) -> Space:
     return Space(checkpoint, (config.trainer.get("save_total_limit", 2) or 2) + 1 if saves else 0, weights)
 
 
-def check_space(config: Config, out: Path) -> None:
-    """Raise ConfigError if the disk of the folder ``out`` has too little room for the run's files."""
-    space, place = space_of(config, without_values(config)), out
-    while not place.exists():
-        place = place.parent
-    held = sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) if out.exists() else 0
-    free = shutil.disk_usage(place).free + held
-    if space.peak > free:
-        raise ConfigError(
-            f"the run's files do not fit: {space.line()}, and {os.path.abspath(place)} has {amount(free)} "
-            "free: set train.output_dir to a larger disk, or a smaller train.save_total_limit"
-        )
-
-
 #: Seconds by lane: busy, and exposed.
 Seconds = tuple[dict[str, float], dict[str, float]]
 
@@ -165,31 +149,33 @@ def seconds_of(model: nn.Module) -> Seconds:
     return dict(stats.busy_seconds), dict(stats.exposed_seconds)
 
 
+def model_line(model: nn.Module) -> str:
+    """The parameters of a wrapped model, and the bytes that it holds now."""
+    held, params = streamer.stats(model), list(model.parameters())
+    trained = sum(param.numel() for param in params if param.requires_grad)
+    on_disk = f", {amount(sum(held.disk_bytes.values()))} on disk" if held.disk_bytes else ""
+    return (
+        f"{sum(map(values_in, params)):,} parameters, {trained:,} of them trained; "
+        f"{amount(held.device_bytes_now)} on the device ({params[0].device.type}), "
+        f"{amount(sum(held.host_bytes.values()))} in host memory{on_disk}"
+    )
+
+
 def write_end(
     model: nn.Module, out: Path, first: Seconds | None, trained: Mapping[str, float], *, unit: str = "token"
 ) -> None:
-    """Write ``trace.json`` and ``summary.json``, and print the summary as a table. ``first`` has the seconds
-    of the first step, which do not count; ``trained`` has tokens per second and losses in nats."""
+    """Write ``trace.json`` and ``summary.json``, and print the summary as a table: bytes, seconds by lane
+    without those of the ``first`` step, and ``trained``: tokens per second, and losses in nats."""
     streamer.synchronize(model)
     with new_file(out / TRACE) as file:
         streamer.save_trace(model, file)
-    summary = summary_of(model, first, **trained)
-    with new_file(out / SUMMARY) as file:
-        file.write_text(json.dumps(summary, indent=2) + "\n")
-    print(f"\n{summary_table(summary, unit)}\n")
-
-
-def summary_of(model: nn.Module, first: Seconds | None, **trained: float) -> dict[str, Any]:
-    """Bytes of a wrapped model, seconds by lane without those of the ``first`` step, and the figures of its
-    training."""
-    stats = streamer.stats(model)
+    stats, params = streamer.stats(model), list(model.parameters())
     busy, exposed = seconds_of(model)
     if first is not None and busy["compute"] > first[0]["compute"]:
         busy = {lane: max(0.0, seconds - first[0][lane]) for lane, seconds in busy.items()}
         exposed = {lane: max(0.0, seconds - first[1][lane]) for lane, seconds in exposed.items()}
-    params = list(model.parameters())
     parameters = sum(map(values_in, params))
-    return {
+    summary = {
         "parameters": parameters,
         "weight_bytes": sum(part.nbytes for param in params for part in parts_of(param)),
         "device_bytes_peak": stats.device_bytes_peak,
@@ -200,38 +186,38 @@ def summary_of(model: nn.Module, first: Seconds | None, **trained: float) -> dic
         "exposed_seconds": exposed,
         "overlap": {lane: 1 - exposed[lane] / busy[lane] if busy[lane] else None for lane in busy},
     }
+    with new_file(out / SUMMARY) as file:
+        file.write_text(json.dumps(summary, indent=2) + "\n")
+    print(f"\n{summary_table(summary, unit)}\n")
 
 
 def summary_table(summary: Mapping[str, Any], unit: str) -> str:
     """The summary for the terminal."""
     # the two fp32 moments of a plain optimizer, besides weights and gradients
     resident = 2 * summary["weight_bytes"] + 8 * summary["parameters"]
-    on_disk = summary["disk_bytes_per_parameter"]
-    losses = {
-        "first_val_loss": ("validation loss before", f" nats per {unit}"),
-        "last_val_loss": ("validation loss after", ""),
-        "last_loss": ("training loss at the end", ""),
-        "unigram_loss": (f"{unit} frequencies alone", ""),
+    rows = {
+        "parameters": f"{summary['parameters']:,}",
+        "weights": amount(summary["weight_bytes"]),
+        "peak on the device": f"{amount(summary['device_bytes_peak'])} with the layers' saved inputs",
+        "if all were held there": f"{amount(resident)} of weights, gradients and moments",
+        "host bytes per parameter": f"{summary['host_bytes_per_parameter']:.2f}",
+        "disk bytes per parameter": f"{summary['disk_bytes_per_parameter']:.2f}",
+        "tokens/s": f"{summary['tokens_per_second']:,.0f}",
     }
-    rows = [
-        ("parameters", f"{summary['parameters']:,}"),
-        ("weights", amount(summary["weight_bytes"])),
-        ("peak on the device", f"{amount(summary['device_bytes_peak'])} with the layers' saved inputs"),
-        ("if all were held there", f"{amount(resident)} of weights, gradients and moments"),
-        ("host bytes per parameter", f"{summary['host_bytes_per_parameter']:.2f}"),
-        *([("disk bytes per parameter", f"{on_disk:.2f}")] if on_disk else []),
-        ("tokens/s", f"{summary['tokens_per_second']:,.0f}"),
-        *((words, f"{summary[key]:.3f}{after}") for key, (words, after) in losses.items() if key in summary),
-    ]
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name:{width}}  {value}" for name, value in rows]
-    idle = [lane.value for lane in SPECIAL if not (on_disk and lane in DISKS)]
-    lanes = {lane: busy for lane, busy in summary["busy_seconds"].items() if busy or lane not in idle}
-    wide = max(8, *(len(lane) + 2 for lane in lanes))
-    lines.append(f"\n{'lane':{wide}}{'busy s':>10}{'exposed s':>12}{'overlap':>10}")
-    for lane, busy in lanes.items():
-        part, is_compute = summary["overlap"][lane], lane == "compute"
-        overlap = "-" if is_compute or part is None else "none" if part < 0 else f"{part:.1%}"
-        exposed = "-" if is_compute else f"{summary['exposed_seconds'][lane]:.2f}"
-        lines.append(f"{lane:{wide}}{busy:>10.2f}{exposed:>12}{overlap:>10}")
+    losses = {
+        "first_val_loss": "validation loss before",
+        "last_val_loss": "validation loss after",
+        "last_loss": "training loss at the end",
+        "unigram_loss": f"{unit} frequencies alone",
+    }
+    rows |= {words: f"{summary[key]:.3f} nats per {unit}" for key, words in losses.items() if key in summary}
+    lines = [f"{name:26}{value}" for name, value in rows.items()]
+    lines.append(f"\n{'lane':14}{'busy s':>10}{'exposed s':>12}{'overlap':>10}")
+    for lane, busy in summary["busy_seconds"].items():
+        if busy:
+            exposed, overlap = summary["exposed_seconds"][lane], summary["overlap"][lane]
+            figures = (
+                f"{'-':>12}{'-':>10}" if lane == "compute" else f"{exposed:>12.2f}{max(0, overlap):>10.1%}"
+            )
+            lines.append(f"{lane:14}{busy:>10.2f}{figures}")
     return "\n".join(lines)

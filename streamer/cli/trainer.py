@@ -12,24 +12,21 @@ import signal
 import sys
 import time
 import warnings
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
 from tqdm import tqdm
-from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig  # type: ignore[attr-defined]
 
-import streamer
 from streamer.cli.build import build_model, optimizer_of, refusals, settle_fp16, without_values
-from streamer.cli.config import Config, ConfigError, dump_config, with_keys
-from streamer.cli.data.dataset import check_data, load_data, load_tokenizer
-from streamer.cli.export import export, files_to_copy, write_adapters
+from streamer.cli.config import Config, ConfigError, OptimizerConfig, dump_config, with_keys
+from streamer.cli.data import check_data, load_data, load_tokenizer
+from streamer.cli.export import export
 from streamer.cli.generate import Writer
 from streamer.cli.plan.command import check_memory
 from streamer.cli.plan.planning import settle
@@ -40,17 +37,15 @@ from streamer.cli.run import (
     Lines,
     Seconds,
     Stop,
-    check_space,
     failed,
+    model_line,
     seconds_of,
     write_end,
 )
 from streamer.config_values import nearest
 from streamer.engine.handle import wrapped
-from streamer.errors import amount
 from streamer.integrations.transformers import is_complete, last_checkpoint
 from streamer.integrations.trl import PackingError, SFTTrainer
-from streamer.quantized.parts import values_in
 
 #: Folder of the final weights: those of a model, or only adapters.
 WEIGHTS, ADAPTERS = "model", "adapters"
@@ -61,7 +56,6 @@ DEFAULTS: dict[str, Any] = {
     "bf16": False,  # not autocast: weights are streamed in [stream] dtype
     "gradient_checkpointing": False,  # the engine recomputes layers in backward anyway
     "report_to": "none",
-    "disable_tqdm": True,  # the bar is ours
     "packing": True,
     "restore_callback_states_from_checkpoint": True,
     "logging_nan_inf_filter": False,
@@ -75,12 +69,13 @@ def arguments_of(config: Config) -> SFTConfig:
     for name in config.trainer:
         if name not in known:
             raise ConfigError(f"[train] has no {name!r}; {nearest(name, known)}")
-    usual = DEFAULTS | {"use_cpu": not torch.cuda.is_available() or config.stream.device == "cpu"}
-    options = usual | {"output_dir": config.train.output_dir} | config.trainer
-    is_adamw = config.optimizer.name == "adamw" and not config.optimizer.args
-    if is_adamw and (config.optimizer.state_dtype != "float32" or not config.optimizer.skip_nonfinite):
-        skips = str(config.optimizer.skip_nonfinite).lower()
-        options["optim_args"] = f"state_dtype={config.optimizer.state_dtype},skip_nonfinite={skips}"
+    options = {
+        **DEFAULTS,
+        "use_cpu": not torch.cuda.is_available() or config.stream.device == "cpu",
+        "disable_tqdm": not sys.stderr.isatty(),
+        "output_dir": config.train.output_dir,
+        **config.trainer,
+    }
     if config.data.val_paths or "eval_steps" in options:
         options.setdefault("eval_strategy", "steps")
     if options.get("eval_strategy", "no") != "no":
@@ -90,7 +85,7 @@ def arguments_of(config: Config) -> SFTConfig:
             warnings.simplefilter("ignore")
             return SFTConfig(**options)
     except (TypeError, ValueError, ImportError) as error:
-        raise ConfigError(f"[train]: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"[train]: {error}") from error
 
 
 def train_folder(config: Config, *, resume: str | None = None) -> None:
@@ -101,31 +96,28 @@ def train_folder(config: Config, *, resume: str | None = None) -> None:
     SIGTERM the run finishes its step and saves. Raises ConfigError, in one line, for an unusable
     configuration, before any file is written."""
     args, original = arguments_of(config), config
-    config = with_keys(config, train=_sizes(args))
+    sizes = ("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "seed")
+    steps = max(0, args.max_steps)
+    config = with_keys(config, train={"max_steps": steps, **{name: getattr(args, name) for name in sizes}})
     out, is_first = Path(str(args.output_dir)), args.process_index == 0
     say = print if is_first else _silent
     checkpoint = _checkpoint_to_resume(out, resume)
     check_data(config)
     tokenizer = load_tokenizer(str(config.model.path))
-    config, line = settle_fp16(config)
-    if line is not None:
-        say(line)
     config = _planned(config, args, say)
-    check_space(config, out)
-    _check_context(config)
     with args.main_process_first():  # the other ranks find its tokens
         train, validation = load_data(
             config, tokenizer, seed=args.seed, answers_only=args.assistant_only_loss
         )
-    _check_tokens(config, tokenizer, train)
     args.assistant_only_loss = False  # the labels already mask prompts
     transformers.set_seed(args.seed)  # for the initial values of adapters
     model = build_model(config, process_group=dist.group.WORLD if args.world_size > 1 else None)
     try:
-        progress, stop = Progress(out), Stopping()
-        others: list[Any] = [_callback(name, options) for name, options in config.callbacks.items()]
+        metrics, stop = Metrics(out), Stopping()
+        callbacks: list[Any] = [metrics, stop]
+        callbacks += [_callback(name, options) for name, options in config.callbacks.items()]
         if config.sample.prompts:
-            others.append(Samples(Writer(model, tokenizer, config.sample), out, progress))
+            callbacks.append(Samples(Writer(model, tokenizer, config.sample), out))
         build = partial(
             SFTTrainer,
             model,
@@ -133,7 +125,7 @@ def train_folder(config: Config, *, resume: str | None = None) -> None:
             train_dataset=train,
             eval_dataset=validation if args.eval_strategy != "no" else None,
             processing_class=tokenizer,
-            callbacks=[progress, stop, *others],
+            callbacks=callbacks,
             **_optimizer(config, args),
         )
         try:
@@ -144,16 +136,22 @@ def train_folder(config: Config, *, resume: str | None = None) -> None:
             args.packing = False
             trainer = build()
         except (ImportError, RuntimeError) as error:  # a library in report_to is not installed
-            raise ConfigError(f"[train]: {' '.join(str(error).split())}") from error
-        trainer.remove_callback(PrinterCallback)
+            raise ConfigError(f"[train]: {error}") from error
         if checkpoint is not None and _has_ended(checkpoint, args):
             say(f"{checkpoint} is the end of its run; for more, --set train.max_steps=...")
             return
         if is_first:
             out.mkdir(parents=True, exist_ok=True)
-            settled = replace(original, stream=config.stream)
-            (out / CONFIG).write_text(dump_config(_with_whole_path(settled)))
-        say(_beginning(model, trainer, config, len(train)))
+            place = {"path": os.path.abspath(str(config.model.path))}
+            (out / CONFIG).write_text(
+                dump_config(with_keys(original, stream=vars(config.stream), model=place))
+            )
+        rows, sequences = len(trainer.train_dataset), args.train_batch_size * args.gradient_accumulation_steps
+        length = f"{args.max_steps} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
+        ranks = f" on each of {args.world_size} ranks" if args.world_size > 1 else ""
+        say(f"{config.model.path}: {model_line(model)}")
+        say(f"data: {len(train):,} documents in {rows:,} rows")
+        say(f"{length} of {sequences} x {args.max_length} tokens{ranks}, to {out}")
         try:
             with stop:
                 trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -162,66 +160,44 @@ def train_folder(config: Config, *, resume: str | None = None) -> None:
         if stop.signal is not None:
             say(f"stopped by {stop.signal.name} after step {trainer.state.global_step}: --resume continues")
             return
-        _finish(trainer, config, out, progress)
+        _finish(trainer, config, out, metrics)
     finally:
         wrapped(model).close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _optimizer(config: Config, args: Any) -> dict[str, Any]:
-    """Arguments of the Trainer for an optimizer other than its own AdamW."""
-    if config.optimizer.name == "adamw" and not config.optimizer.args:
-        return {}
-    names = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-    config = with_keys(config, train={name: getattr(args, name) for name in names})
-    return {"optimizer_cls_and_kwargs": optimizer_of(config)}
-
-
-def _sizes(args: Any) -> dict[str, Any]:
-    """The keys of ``[train]`` that streamer reads, with the Trainer's values."""
-    names = ("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "seed")
-    return {name: getattr(args, name) for name in names} | {"max_steps": max(0, args.max_steps)}
-
-
-def _silent(*_: object) -> None:
-    pass
-
-
-def _planned(config: Config, args: Any, say: Any) -> Config:
-    """``config`` with a choice for every "auto". Raises ConfigError if the run does not fit."""
+def _planned(config: Config, args: Any, say: Callable[..., None]) -> Config:
+    """``config`` with a dtype and a choice for every "auto". Raises ConfigError if the run does not fit."""
+    config, line = settle_fp16(config)
+    if line is not None:
+        say(line)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     machines = max(1, args.world_size // here)
     config, chosen = settle(config, ranks=here, machines=machines)
     if chosen is not None:
         say(f"chosen: {chosen.reason}")
     check_memory(config, here, machines)
+    longest = getattr(getattr(without_values(config), "config", None), "max_position_embeddings", None)
+    if isinstance(longest, int) and args.max_length > longest:
+        raise ConfigError(
+            f"train.max_length = {args.max_length} is above the model's max_position_embeddings = {longest}: "
+            "lower it, or set model.args.max_position_embeddings"
+        )
     return config
 
 
-def _check_context(config: Config) -> None:
-    context, model = config.train.max_length, without_values(config)
-    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if isinstance(longest, int) and context > longest:
-        raise ConfigError(
-            f"train.max_length = {context} is above the model's max_position_embeddings = {longest}: lower "
-            "it, or set model.args.max_position_embeddings"
-        )
+def _optimizer(config: Config, args: Any) -> dict[str, Any]:
+    """Arguments of the Trainer for ``[optimizer]``; without it ``train.optim`` names the optimizer."""
+    if config.optimizer == OptimizerConfig():
+        return {}
+    names = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+    config = with_keys(config, train={name: getattr(args, name) for name in names})
+    return {"optimizer_cls_and_kwargs": optimizer_of(config)}
 
 
-def _check_tokens(config: Config, tokenizer: Any, train: Any) -> None:
-    embedding = getattr(without_values(config), "get_input_embeddings", lambda: None)()
-    rows = getattr(embedding, "num_embeddings", len(tokenizer))
-    # padded vocabularies are the usual case
-    if len(tokenizer) > rows and (highest := max(max(row["input_ids"]) for row in train)) >= rows:
-        raise ConfigError(
-            f"the data has token {highest} and the model embeds {rows}: put the model's own tokenizer into "
-            f"{config.model.path}"
-        )
-
-
-def _with_whole_path(config: Config) -> Config:
-    return with_keys(config, model={"path": os.path.abspath(str(config.model.path))})
+def _silent(*_: object) -> None:
+    pass
 
 
 def _callback(name: str, options: dict[str, Any]) -> Any:
@@ -233,48 +209,22 @@ def _callback(name: str, options: dict[str, Any]) -> Any:
         raise ConfigError(f"[callbacks] {name}: {error}") from error
 
 
-def _beginning(model: nn.Module, trainer: Any, config: Config, documents: int) -> str:
-    held, args = streamer.stats(model), trainer.args
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    rows = len(trainer.train_dataset)
-    steps = f"{args.max_steps} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
-    on_disk = f", {amount(sum(held.disk_bytes.values()))} on disk" if held.disk_bytes else ""
-    parts = f" on each of {args.world_size} ranks" if args.world_size > 1 else ""
-    sequences = args.train_batch_size * args.gradient_accumulation_steps
-    return "\n".join(
-        [
-            f"{config.model.path}: {sum(map(values_in, model.parameters())):,} parameters, {trained:,} of "
-            f"them trained; {amount(held.device_bytes_now)} on the device, "
-            f"{amount(sum(held.host_bytes.values()))} in host memory{on_disk}",
-            f"data: {documents:,} documents in {rows:,} rows",
-            f"{steps} of {sequences} x {args.max_length} tokens{parts}, to {args.output_dir}",
-        ]
-    )
-
-
 # checkpoints
 
 
 def _checkpoint_to_resume(out: Path, resume: str | None) -> Path | None:
     """The checkpoint to continue from; None without ``resume``. Removes incomplete files of a killed run.
     Raises ConfigError if there is none, and without ``resume`` if the folder has some."""
-    last = last_checkpoint(out)
+    if resume and is_complete(Path(resume)):
+        return Path(resume)
+    last = last_checkpoint(Path(resume or out))
     if resume is None:
         if last is not None:
             raise ConfigError(f"{out} has checkpoints of a run: use --resume, or another train.output_dir")
         return None
-    if resume:
-        found = Path(resume)
-        found = last_checkpoint(found) or found
-        if not is_complete(found):
-            raise ConfigError(
-                f"--resume {resume}: there is no complete checkpoint: use a run's folder, or checkpoint-N "
-                "in it"
-            )
-        return found
     if last is None:
-        raise ConfigError(f"{out} has no complete checkpoint: train without --resume")
-    for path in out.glob("checkpoint-*"):
+        raise ConfigError(f"{resume or out} has no complete checkpoint: train without --resume")
+    for path in last.parent.glob("checkpoint-*"):
         if not is_complete(path):
             shutil.rmtree(path, ignore_errors=True)
     return last
@@ -289,35 +239,27 @@ def _has_ended(checkpoint: Path, args: Any) -> bool:
     return bool(state["global_step"] >= state["max_steps"]) and not is_longer
 
 
-def _finish(trainer: Any, config: Config, out: Path, progress: Progress) -> None:
+def _finish(trainer: Any, config: Config, out: Path, metrics: Metrics) -> None:
     """Write the weights and the summary. Weights are read from a checkpoint, one tensor at a time: those on
     disk would not fit in memory."""
     args, model = trainer.args, trainer.model
     place = out / (ADAPTERS if config.lora else WEIGHTS)
     if args.process_index == 0:
         shutil.rmtree(place, ignore_errors=True)
-    if args.save_strategy == "no" and config.lora:
-        if args.process_index == 0:
-            streamer.synchronize(model)
-            trained = {
-                name: param.detach() for name, param in model.named_parameters() if param.requires_grad
-            }
-            write_adapters(model, trained, config, place)
-    elif args.save_strategy == "no":
+    if args.save_strategy == "no" and not config.lora:
         trainer.save_model(str(place))
     else:
         source = out / f"checkpoint-{trainer.state.global_step}"
         if args.load_best_model_at_end and trainer.state.best_model_checkpoint:
             source = Path(trainer.state.best_model_checkpoint)
-        elif not is_complete(source):  # save_strategy "best"
+        elif not is_complete(source):  # save_strategy "best" or "no"
             trainer._save_checkpoint(model, None)
         if args.process_index == 0:
             export(source, place)
+            if args.save_strategy == "no":
+                shutil.rmtree(source)
     if args.process_index == 0:
-        if args.save_strategy == "no" and not config.lora:
-            for path in files_to_copy(config):
-                shutil.copyfile(path, place / path.name)
-        write_end(model, out, progress.first, {"tokens_per_second": progress.speed, **progress.losses})
+        write_end(model, out, metrics.first, {"tokens_per_second": metrics.speed, **metrics.losses})
         library = "peft.AutoPeftModelForCausalLM" if config.lora else "transformers.AutoModelForCausalLM"
         print(
             f"The weights are in {place}: {library}.from_pretrained({str(place)!r}), or streamer chat {out}"
@@ -329,8 +271,13 @@ def _finish(trainer: Any, config: Config, out: Path, progress: Progress) -> None
 # callbacks
 
 
-class Progress(transformers.TrainerCallback):
-    """A bar on a terminal, else a line every ``logging_steps``; all values go to ``metrics.jsonl``."""
+class Metrics(transformers.TrainerCallback):
+    """Writes the Trainer's logs to ``metrics.jsonl``, with tokens per second."""
+
+    #: Keys of the file, by the Trainer's.
+    NAMES: ClassVar = {"learning_rate": "lr", "eval_loss": "val_loss"} | {
+        name: name for name in ("loss", "grad_norm", "epoch", "tokens_per_second")
+    }
 
     def __init__(self, out: Path) -> None:
         self.lines = Lines(out / METRICS)
@@ -338,70 +285,40 @@ class Progress(transformers.TrainerCallback):
         self.losses: dict[str, float] = {}
         #: seconds by lane after the first step, which includes compilation
         self.first: Seconds | None = None
-        self._bar: tqdm[Any] | None = None
-        self._time, self._tokens = 0.0, 0
+        self._before: tuple[float, float] | None = None  # time and tokens at the last log
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        self.lines.forget_after(state.global_step)
-        self._bar = tqdm(
-            total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True,
-            disable=not sys.stderr.isatty(),
-        )  # fmt: skip
-        self._time, self._tokens = time.perf_counter(), 0
+        if state.is_world_process_zero:
+            self.lines.forget_after(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
         if self.first is None:
             self.first = seconds_of(options["model"])
-        if self._bar is not None:
-            self._bar.update(state.global_step - self._bar.n)
 
     def on_log(self, args: Any, state: Any, control: Any, **options: Any) -> None:
         logs: dict[str, float] = options["logs"]
-        if self._bar is None or "train_runtime" in logs:
+        if not state.is_world_process_zero or "train_runtime" in logs:
             return
-        line: dict[str, float] = {"step": state.global_step}
         if "loss" in logs:
-            now, tokens = time.perf_counter(), int(logs.get("num_tokens", 0))
-            if self._tokens:
-                self.speed = (tokens - self._tokens) / (now - self._time)
-            self._time, self._tokens = now, tokens
+            now = time.perf_counter(), logs.get("num_tokens", 0.0)
+            if self._before is not None:
+                self.speed = (now[1] - self._before[1]) / (now[0] - self._before[0])
+                logs["tokens_per_second"] = round(self.speed)
+            self._before = now
             self.losses["last_loss"] = logs["loss"]
-            line |= {"loss": logs["loss"], "lr": logs["learning_rate"], "grad_norm": logs["grad_norm"]}
-            line |= {"epoch": logs["epoch"]} | ({"tokens_per_second": self.speed} if self.speed else {})
         if "eval_loss" in logs:
             self.losses.setdefault("first_val_loss", logs["eval_loss"])
-            self.losses["last_val_loss"] = line["val_loss"] = logs["eval_loss"]
-            self._time, self._tokens = time.perf_counter(), 0  # the time of a validation does not count
-        self.lines.add(line)
-        words = ", ".join(f"{name} {_short(name, value)}" for name, value in line.items() if name != "step")
-        if "loss" in logs and not self._bar.disable:
-            self._bar.set_postfix_str(words)
-        else:
-            self.write(f"step {state.global_step}: {words}")
-
-    def write(self, text: str) -> None:
-        """Print ``text`` above the bar."""
-        tqdm.write(text)
-        sys.stdout.flush()
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
-def _short(name: str, value: float) -> str:
-    return (
-        f"{value:,.0f}" if name == "tokens_per_second" else f"{value:.3g}" if name == "lr" else f"{value:.4g}"
-    )
+            self.losses["last_val_loss"] = logs["eval_loss"]
+            self._before = None  # the time of a validation does not count
+        found = {key: logs[name] for name, key in self.NAMES.items() if name in logs}
+        self.lines.add({"step": state.global_step, **found})
 
 
 class Samples(transformers.TrainerCallback):
     """Writes the model's answers to the prompts of ``[sample]``, every ``every`` steps and at the end."""
 
-    def __init__(self, writer: Writer, out: Path, progress: Progress) -> None:
-        self.writer, self.lines, self.progress = writer, Lines(out / "samples.jsonl"), progress
+    def __init__(self, writer: Writer, out: Path) -> None:
+        self.writer, self.lines = writer, Lines(out / "samples.jsonl")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
@@ -414,7 +331,7 @@ class Samples(transformers.TrainerCallback):
         for prompt, text in self.writer.samples(seed=args.seed):  # on all ranks, which share the weights
             if state.is_world_process_zero:
                 self.lines.add({"step": state.global_step, "prompt": prompt, "text": text})
-                self.progress.write(f"step {state.global_step}: after {prompt!r}: {text}")
+                tqdm.write(f"step {state.global_step}: after {prompt!r}: {text}")
 
 
 class Stopping(Stop, transformers.TrainerCallback):

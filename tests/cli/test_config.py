@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from streamer.cli.config import (
-    MOVED,
     dump_config,
     in_keys,
     load_config,
@@ -80,12 +79,6 @@ def test_one_line_says_what_is_wrong(text: str, overrides: list[str], expected: 
     assert expected in error_of(load_config, written(tmp_path, text), overrides)
 
 
-@pytest.mark.parametrize("key", MOVED)
-def test_a_key_of_before_is_named_with_what_replaces_it(key: str, tmp_path: Path) -> None:
-    found = error_of(load_config, written(tmp_path, OWN), [f"{key}=1"])
-    assert f"{key} is {MOVED[key]} now" in found
-
-
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     path = written(tmp_path, OWN)
     found = error_of(load_config, tmp_path / "other.toml")
@@ -103,4 +96,4 @@ def test_messages_of_the_library_name_keys() -> None:
         "stream.num_slots=1 is too few: stream.device_memory"
     )
     assert in_keys("set micro_batch_size, or lr=3") == "set stream.micro_batch_size, or train.learning_rate=3"
-    assert in_keys("host_memory=None") == "no stream.host_memory"
+    assert in_keys("host_memory=None, layers") == "stream.host_memory=None, layers"

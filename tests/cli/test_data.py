@@ -13,8 +13,7 @@ pytest.importorskip("datasets", reason="needs datasets (pip install '.[hf]')")
 import datasets
 
 from streamer.cli.config import load_config
-from streamer.cli.data.dataset import encode, load_data, load_tokenizer, show_data
-from streamer.cli.data.documents import Words, of_item
+from streamer.cli.data import documents_of, encode, load_data, load_tokenizer, show_data
 from streamer.cli.main import main
 from tests import tiny_llama
 from tests.cli.common import chat, error_of, refused
@@ -78,8 +77,7 @@ FORMS: list[tuple[dict[str, Any], str]] = [
 )
 def test_answers_have_a_loss(item: dict[str, Any], expected: str, llama: Path) -> None:
     tokenizer = load_tokenizer(str(llama))
-    words = Words.of(tokenizer)
-    [(_, tokens, labels)] = encode(of_item("here", item, words), words)
+    [(_, tokens, labels)] = encode(documents_of(item, tokenizer), tokenizer)
     found, was_answer = "", False
     for token, label in zip(tokens, labels, strict=True):
         assert label in (token, -100)
@@ -87,7 +85,7 @@ def test_answers_have_a_loss(item: dict[str, Any], expected: str, llama: Path) -
             found, was_answer = found + ("}" if was_answer else "{"), not was_answer
         found += tokenizer.decode([token])
     assert found + ("}" if was_answer else "") == expected
-    [(_, tokens, labels)] = encode(of_item("here", item, words), words, answers_only=False)
+    [(_, tokens, labels)] = encode(documents_of(item, tokenizer), tokenizer, answers_only=False)
     assert labels == tokens
 
 
@@ -129,20 +127,16 @@ def test_tables_and_columns(llama: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ('{"text": "a"}\n{"text": b}\n', "a.jsonl:2:10: not JSON: Expecting value"),
-        ('{"txt": "a"}\n', "a.jsonl:1: a line must be"),
-        ('{"text": 3}\n', "a.jsonl:1: a line must be"),
-        ('{"messages": [{"role": "user"}]}\n', "a.jsonl:1: a line must be"),
-        ('{"text": "\\ud800"}\n', "a.jsonl:1: half of a character"),
-        ('[{"text": "a"}, {"txt": "b"}]', "a.jsonl, item 2: a line must be"),
-        ('[{"text": "a"},\n{"text": }]', "a.jsonl:2:10: not JSON"),
+        ('{"text": "a"}\n{"text": b}\n', "a.jsonl: it cannot be read as json: JSON parse error"),
+        ('{"txt": "a"}\n', "a.jsonl, row 1: a line must be"),
+        ('{"text": 3}\n', "a.jsonl, row 1: a line must be"),
+        ('{"messages": [{"role": "user"}]}\n', "a.jsonl, row 1: a line must be"),
+        ('[{"text": "a"}, {"txt": "b"}]', "a.jsonl, row 2: a line must be"),
         ('{"messages": [{"role": "user", "content": "a"}]}\n' * 3, "the train data has no answer"),
         ("", "a.jsonl: empty, or binary"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(
-    content: str, expected: str, llama: Path, tmp_path: Path
-) -> None:
+def test_errors_name_the_row(content: str, expected: str, llama: Path, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(content)
     assert expected in error_of(
         load_data, config(llama, tmp_path, str(tmp_path / "a.jsonl")), load_tokenizer(str(llama)), seed=0
@@ -154,8 +148,8 @@ def test_tokenizers_that_cannot_be_used(llama: Path, tmp_path: Path) -> None:
     assert "no such folder" in error_of(load_tokenizer, str(tmp_path / "absent"))
     tokenizer = load_tokenizer(str(llama))
     tokenizer.chat_template = None
-    assert "has no chat template: give prompt and completion" in error_of(
-        of_item, "a:1", {"messages": chat(1)}, Words.of(tokenizer)
+    assert "has no chat template: use prompt and completion" in error_of(
+        documents_of, {"messages": chat(1)}, tokenizer
     )
     (tmp_path / "tokenizer.json").write_text("{")
     assert "its tokenizer cannot be loaded" in error_of(load_tokenizer, str(tmp_path))

@@ -17,10 +17,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from models.gpt2 import GPT
-from streamer.cli import loop, run
+from streamer.cli import loop
+from streamer.cli.build import optimizer_of
 from streamer.cli.config import TrainConfig, load_config
 from streamer.cli.loop import load_text, loss_function, schedule
 from streamer.cli.main import main
+from streamer.optim.muon import Muon
 from tests.cli.common import error_of, logged, refused, sets
 
 CONFIG = """
@@ -74,17 +76,31 @@ def assert_same(one: Path, other: Path) -> None:
         assert torch.equal(value, expected[name]), name
 
 
-def test_losses_are_those_of_plain_pytorch(config: Path, tmp_path: Path) -> None:
-    assert main(["train", str(config), *sets("train.gradient_accumulation_steps=2")]) == 0
-    given = load_config(config, ["train.gradient_accumulation_steps=2"])
-    text, train = load_text(given), given.train
+@pytest.mark.parametrize(
+    ("kind", "more", "settings"),
+    [
+        (torch.optim.AdamW, {}, ["train.gradient_accumulation_steps=2"]),
+        (
+            torch.optim.RMSprop,
+            {"momentum": 0.5},
+            ["optimizer.name=rmsprop", "optimizer.args={momentum=0.5}", "train.lr_scheduler_type=constant"],
+        ),
+    ],
+    ids=["adamw", "rmsprop"],
+)
+def test_losses_are_those_of_plain_pytorch(
+    kind: Any, more: dict[str, float], settings: list[str], config: Path, tmp_path: Path
+) -> None:
+    assert main(["train", str(config), *sets(*settings)]) == 0
+    loaded = load_config(config, settings)
+    text, train = load_text(loaded), loaded.train
     torch.manual_seed(train.seed)
-    model = GPT(**given.model.args)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=train.learning_rate, weight_decay=train.weight_decay)
+    model = GPT(**loaded.model.args)
+    optimizer = kind(model.parameters(), lr=train.learning_rate, weight_decay=train.weight_decay, **more)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(train))
     draws = torch.Generator().manual_seed(train.seed)
     for line in logged(tmp_path / "run", "loss"):
-        tokens, targets, _ = text.drawn(8, train.max_length, draws)
+        tokens, targets, _ = text.drawn(train.batch_size, train.max_length, draws)
         assert line["lr"] == rates.get_last_lr()[0]
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
@@ -92,12 +108,12 @@ def test_losses_are_those_of_plain_pytorch(config: Path, tmp_path: Path) -> None
         optimizer.step()
         optimizer.zero_grad()
         rates.step()
-        assert line["loss"] == pytest.approx(loss.item(), rel=1e-5)
-        assert line["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        assert line["loss"] == pytest.approx(loss.item(), rel=1e-4)
+        assert line["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
     with torch.no_grad():
         batches = text.validation(train.eval_batches, 4, train.max_length)
         losses = [F.cross_entropy(model(x).flatten(0, 1), y.flatten()).item() for x, y, _ in batches]
-    assert logged(tmp_path / "run", "val_loss")[-1]["val_loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
+    assert logged(tmp_path / "run", "val_loss")[-1]["val_loss"] == pytest.approx(sum(losses) / 2, rel=1e-4)
 
 
 def test_what_a_run_leaves(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,23 +132,35 @@ def test_what_a_run_leaves(config: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert (tmp_path / "run-2" / "summary.json").exists(), "a second run has a folder of its own"
 
 
-def test_a_run_resumes_to_the_bit(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dropout = sets("model.args.dropout=0.1", "stream.dtype=bfloat16")
-    assert main(["train", str(config), *dropout]) == 0
+@pytest.mark.filterwarnings("ignore")  # schedulefree's own
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.args.dropout=0.1"],
+        ["optimizer.name=muon"],
+        ["optimizer.name=sgd", "optimizer.args={momentum=0.9}"],
+        ["optimizer.name=schedulefree:AdamWScheduleFree"],
+    ],
+    ids=["dropout", "muon", "sgd", "schedulefree"],
+)
+def test_a_run_resumes_to_the_bit(settings: list[str], config: Path, tmp_path: Path) -> None:
+    changed = sets("stream.dtype=bfloat16", *settings)
+    assert main(["train", str(config), *changed]) == 0
     whole = logged(tmp_path / "run")
-    other = ["train", str(config), *dropout, "--output", str(tmp_path / "other")]
+    other = ["train", str(config), *changed, "--output", str(tmp_path / "other")]
     assert main([*other, "--resume", str(tmp_path / "run" / "checkpoint-3")]) == 0
-    again = logged(tmp_path / "run")
     names = ("step", "loss", "lr", "grad_norm", "val_loss")
-    assert [[line.get(name) for name in names] for line in again] == [
+    assert [[line.get(name) for name in names] for line in logged(tmp_path / "run")] == [
         [line.get(name) for name in names] for line in whole
     ]
-    capsys.readouterr()
-    assert "is the end of its run" in refused(capsys, "train", str(config), *dropout, "--resume")
-    assert "was written with model.args" in refused(
-        capsys, "train", str(config), *sets("model.args.n_layer=4", "train.max_steps=9"), "--resume"
-    )
-    assert main(["train", str(config), *dropout, "--steps", "7", "--resume"]) == 0
+
+
+def test_a_run_that_has_ended(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config)]) == 0
+    assert "is the end of its run" in refused(capsys, "train", str(config), "--resume")
+    larger = sets("model.args.n_layer=4", "train.max_steps=9")
+    assert "is of another model" in refused(capsys, "train", str(config), *larger, "--resume")
+    assert main(["train", str(config), "--steps", "7", "--resume"]) == 0
     assert [line["step"] for line in logged(tmp_path / "run", "loss")] == [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -169,6 +197,14 @@ def test_ctrl_c_saves(
         (["data.paths=['absent']"], "absent: no such file or folder"),
         (["train.max_length=999", "model.args.block_size=999"], "the validation data has"),
         (["optimizer.state_dtype=int8"], "optimizer.state_dtype"),
+        (
+            ["optimizer.name=lion", "optimizer.state_dtype=int8", "stream.dtype=bfloat16"],
+            "optimizer.state_dtype is for adamw",
+        ),
+        (["optimizer.name=muno"], "optimizer.name='muno': did you mean 'muon'?"),
+        (["optimizer.name=json:loads"], "not an optimizer: name a subclass of torch.optim.Optimizer"),
+        (["optimizer.name=nothing:Here"], "no module 'nothing'"),
+        (["optimizer.args={betas=3}"], "[optimizer]"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -181,17 +217,8 @@ def test_what_cannot_run_is_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_too_little_room_on_disk(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    usage: Any = type("Usage", (), {"free": 100_000})
-    monkeypatch.setattr(run.shutil, "disk_usage", lambda path: usage)
-    assert "the run's files do not fit: 3 checkpoints of" in refused(capsys, "train", str(config))
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.filterwarnings("ignore:no direct I/O")  # where the tests' folder is in memory
-def test_a_disk_for_what_memory_has_no_room_for(config: Path, tmp_path: Path) -> None:
+def test_state_that_does_not_fit_in_memory_is_on_disk(config: Path, tmp_path: Path) -> None:
     """`make demo-disk` in small."""
     deep = sets("model.args.n_layer=12")
     assert main(["train", str(config), *deep]) == 0
@@ -233,6 +260,13 @@ def test_schedules_are_those_of_transformers(kind: str) -> None:
         ), step
         optimizer.step()
         expected.step()
+
+
+def test_muon_has_the_options_of_train(config: Path) -> None:
+    loaded = load_config(config, ["optimizer.name=muon", "optimizer.args={momentum=0.9}"])
+    kind, options = optimizer_of(loaded)
+    assert kind is Muon
+    assert (options["lr"], options["weight_decay"], options["momentum"]) == (1e-2, 0.1, 0.9)
 
 
 def test_losses_of_models_that_return_logits_and_of_transformers() -> None:

@@ -67,7 +67,7 @@ def test_an_unknown_machine_is_told_the_known_ones() -> None:
         machine("abacus")
     assert str(caught.value) == (
         f"there is no machine 'abacus': known are {', '.join(MACHINES)}; "
-        "or give a file ending in .toml, which streamer calibrate writes"
+        "or use a file ending in .toml, which streamer calibrate writes"
     )
 
 
@@ -108,7 +108,7 @@ def test_the_least_file(tmp_path: Path) -> None:
         ("[machine]", "[machines]", r"unknown table \[machines\]; did you mean 'machine'\?"),
         ("[machine]", "x = 1\n[machine]", r"unknown table \[x\]; there are: machine, beside, measured"),
         ("[machine]", "beside = 1\n[machine]", r"beside must be a table: write \[beside\]"),
-        (LEAST, "", r"there is no \[machine\]: give a file that streamer calibrate has written"),
+        (LEAST, "", r"there is no \[machine\]: use a file of streamer calibrate"),
         ("host_bytes = 1", "host_byte = 1", r"unknown key 'host_byte' in \[machine\]; did you mean 'host_b"),
         ("host_bytes = 1\n", "", "machine.host_bytes is missing: set it to an integer of 1 or more"),
         (
@@ -250,10 +250,3 @@ def test_a_virtual_backend_takes_the_callers_time_too(kind: str) -> None:
     flops = 2 * 100 * 100 * 10
     assert event.span() == Span(8, 8, 8 + flops)
     assert backend.flops == flops
-
-
-def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    text = dump_machine(MACHINES["h200"]).replace("calibrated = false\n", "multiprocessors = 132\n")
-    path = tmp_path / "machine.toml"
-    path.write_text(f"{text}\n[measured]\nrounds = 9\n")
-    assert load_machine(path) == replace(MACHINES["h200"], calibrated=True), "it was measured"

@@ -40,8 +40,6 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
 
 
 MACHINE, BESIDE, MEASURED = "machine", "beside", "measured"
-#: Keys of files that earlier versions wrote.
-FORMER = {"multiprocessors", "threads_per_multiprocessor"}
 
 _SHARE = number("above 0 and at most 1", lambda value: 0 < value <= 1)
 _OTHERS = {
@@ -62,8 +60,7 @@ _BESIDE = {item.name: _SHARE for item in fields(Beside)}
 
 
 def load_machine(path: str | os.PathLike[str]) -> Machine:
-    """The machine in the TOML file ``path``: ``[machine]``, ``[beside]`` and, which is not looked at,
-    ``[measured]``.
+    """The machine in the TOML file ``path``: ``[machine]`` and ``[beside]``; ``[measured]`` is not read.
 
     Raises ConfigError, in one line that names the remedy, for a file that cannot be read or is not TOML, an
     unknown or missing section or key, and a value of the wrong type or out of range.
@@ -71,11 +68,10 @@ def load_machine(path: str | os.PathLike[str]) -> Machine:
     path = Path(path)
     tables = read_tables(path, (MACHINE, BESIDE, MEASURED))
     if MACHINE not in tables:
-        raise ConfigError(f"{path}: there is no [{MACHINE}]: give a file that streamer calibrate has written")
+        raise ConfigError(f"{path}: there is no [{MACHINE}]: use a file of streamer calibrate")
     beside = section(Beside, BESIDE, tables.get(BESIDE, {}), str(path), kinds=_BESIDE)
-    values = {key: value for key, value in tables[MACHINE].items() if key not in FORMER}
-    made: Machine = section(Machine, MACHINE, values, str(path), kinds=_MACHINE)
-    return replace(made, beside=beside, calibrated=made.calibrated or MEASURED in tables)
+    found: Machine = section(Machine, MACHINE, tables[MACHINE], str(path), kinds=_MACHINE)
+    return replace(found, beside=beside)
 
 
 def dump_machine(machine: Machine, measured: Mapping[str, Any] | None = None) -> str:
@@ -101,5 +97,5 @@ def machine(name_or_path: str, ranks: int = 1, machines: int = 1) -> Machine:
         return named_machine(name_or_path).of_ranks(ranks, machines)
     except ValueError as error:
         raise ConfigError(
-            f"{error}; or give a file ending in .toml, which streamer calibrate writes"
+            f"{error}; or use a file ending in .toml, which streamer calibrate writes"
         ) from None

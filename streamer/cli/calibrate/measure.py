@@ -1,9 +1,9 @@
 """How fast this machine is at what a step consists of: products, attention, activations, copies and updates,
-and transfers between disk and host memory where a folder is given.
+and transfers between disk and host memory if a folder is named.
 
 They run on a backend's own lanes, with streamer's kernels. Every round measures each of them once, alone and
-beside others, so that other load on the machine affects all alike. `VisitCosts` measures the time of the
-caller that the library itself takes.
+together with others, so that other load on the machine affects all alike. `VisitCosts` measures the caller's
+time in the library itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 import streamer
 import streamer_native as native
 from streamer.backends.base import COPIES, Backend, Event, Lane, Span
-from streamer.backends.disk import Disks, Extent, Scratch
+from streamer.backends.disk import Disks, Scratch
 from streamer.optim.update import ParamUpdate, UnitUpdate, update_shard
 from streamer.planner.cost import Operations
 from streamer.store.host import HostStore
@@ -47,9 +47,7 @@ class VisitCosts:
         self._optimizer = streamer.AdamW(self._model.parameters(), lr=1e-6)
         self._inputs = torch.randn(TOKENS, HIDDEN, device=device)
         self._step()  # learns the order
-        with Operations() as operations:
-            self._step()
-        self._ops = operations.ops
+        self._ops = counted(self._step).ops
 
     def seconds(self) -> float:
         """Seconds per layer call, less its operations: what those take is measured before every step, so that
@@ -57,7 +55,9 @@ class VisitCosts:
         of_library: list[float] = []
         for _ in range(STEPS):
             of_operations = self._seconds_per_op() * self._ops
-            of_library.append(_seconds(self._step) - of_operations)
+            began = time.perf_counter()
+            self._step()
+            of_library.append(time.perf_counter() - began - of_operations)
         # each layer's forward and its backward
         return max(0.0, statistics.median(of_library)) / (2 * LAYERS)
 
@@ -69,13 +69,6 @@ class VisitCosts:
         self._model(self._inputs).square().mean().backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-
-
-def _seconds(work: Callable[[], None]) -> float:
-    """The caller's time for ``work``."""
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def _layer() -> nn.Module:
@@ -90,22 +83,19 @@ Work = Callable[[], object]
 HOST_BUFFERS = 4
 #: Extents on disk that are read in turn, and as many that are written; together 1 GiB.
 EXTENTS = 16
-#: Seconds after which no more extents are filled before a disk is measured.
-FILL_SECONDS = 10.0
 #: How often the small operations are run in a row.
 REPEATS = 20
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: products of ``tokens`` with each of ``weights`` [out, in], activations of ``hidden``
-    features, attention over ``context`` tokens in heads of ``head``, all in ``dtype``; copies of
+    """What is measured: products of ``tokens`` with the matrices of a GPT of ``hidden`` features, its
+    activations, attention over ``context`` tokens in heads of ``head``, all in ``dtype``; copies of
     ``copy_bytes``; transfers of ``disk_bytes`` from and to disk; updates of ``parameters``. A piece of work
     is repeated for ``seconds`` at least."""
 
     dtype: torch.dtype
     tokens: int
-    weights: tuple[tuple[int, int], ...]
     hidden: int
     context: int
     head: int = 64
@@ -130,12 +120,9 @@ def computing(backend: Backend, sizes: Sizes) -> dict[str, Work]:
     shape = (max(1, sizes.tokens // sizes.context), heads, sizes.context, sizes.head)
     q, k, v = random(*shape), random(*shape), random(*shape)
     attention = _both_ways(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v])
-    # what a layer does beside its products: a norm and a residual sum, and a GELU four times as wide
-    x, wide, of_hidden = (
-        random(sizes.tokens, sizes.hidden),
-        random(sizes.tokens, 4 * sizes.hidden),
-        norm(sizes.hidden),
-    )
+    # what a layer does apart from products: a norm and a residual sum, and a GELU four times as wide
+    x, wide = random(sizes.tokens, sizes.hidden), random(sizes.tokens, 4 * sizes.hidden)
+    of_hidden = norm(sizes.hidden)
     residual = _both_ways(lambda: x + of_hidden(x), [x, *of_hidden.parameters()])
     gelu = _both_ways(lambda: F.gelu(wide, approximate="tanh"), [wide])
     # operations that take hardly longer than their launch
@@ -157,8 +144,9 @@ def _products(backend: Backend, sizes: Sizes, dtype: torch.dtype) -> Work:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=backend.device).to(dtype)
 
-    tokens = sizes.tokens
-    operands = [(random(tokens, in_), random(out, in_), random(tokens, out)) for out, in_ in sizes.weights]
+    tokens, width = sizes.tokens, sizes.hidden
+    weights = ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
+    operands = [(random(tokens, in_), random(out, in_), random(tokens, out)) for out, in_ in weights]
 
     def run() -> None:
         for x, weight, grad in operands:
@@ -210,18 +198,12 @@ class Transfers:
 
     def works(self) -> dict[Lane, Work]:
         """The next read and the next write, for the lanes that they run on. First every extent is written
-        once, or as many as `FILL_SECONDS` allow: a drive knows what was never written, and reads nothing."""
+        once: a drive knows what was never written, and reads nothing."""
         source, into = (Disks.buffer(self.nbytes) for _ in range(2))
         source.random_(0, 256)  # some drives compress
-        until = time.perf_counter() + FILL_SECONDS
-        pairs: list[tuple[Extent, Extent]] = []
-        for pair in zip(self._read, self._written, strict=True):
-            if len(pairs) >= 2 and time.perf_counter() > until:
-                break
-            for extent in pair:
-                self._scratch.write(extent, source)
-            pairs.append(pair)
-        reads, writes = (itertools.cycle(extents) for extents in zip(*pairs, strict=True))
+        for extent in (*self._read, *self._written):
+            self._scratch.write(extent, source)
+        reads, writes = itertools.cycle(self._read), itertools.cycle(self._written)
         return {
             Lane.DISK_READ: lambda: self._scratch.read(next(reads), into),
             Lane.DISK_WRITE: lambda: self._scratch.write(next(writes), source),
@@ -246,7 +228,7 @@ def update(backend: Backend, sizes: Sizes) -> tuple[int, Work]:
 #: Rates (per second), seconds and shares of `Machine` and `Beside`, by field, one for each round.
 Found = dict[str, list[float]]
 
-#: Pairs of lanes that are measured beside one another: the first of each pair of groups.
+#: Pairs of lanes that are measured together: the first of each pair of groups.
 PAIRS = {frozenset((a.group, b.group)): (a, b) for a, b in reversed([*itertools.combinations(Lane, 2)])}
 
 
@@ -288,8 +270,8 @@ class Stopwatch:
 
 
 class Measurements:
-    """All that is measured on ``backend``, which must be idle, a round at a time; ``transfers``, if they are
-    given, on its lanes of the disk."""
+    """All that is measured on ``backend``, which must be idle, a round at a time; ``transfers``, if there
+    are any, on its lanes of the disk."""
 
     def __init__(self, backend: Backend, sizes: Sizes, transfers: Transfers | None = None) -> None:
         self._watch = Stopwatch(backend, sizes.seconds)
@@ -321,9 +303,9 @@ class Measurements:
         shares = defaultdict(list)
         for pair in PAIRS.values():
             if self._lanes.keys() >= {*pair}:
-                beside = self._watch.together({lane: self._lanes[lane] for lane in pair}, alone)
+                together = self._watch.together({lane: self._lanes[lane] for lane in pair}, alone)
                 for lane, other in (pair, reversed(pair)):
-                    shares[f"{lane.group}_{other.group}"].append(min(1.0, alone[lane] / beside[lane]))
+                    shares[f"{lane.group}_{other.group}"].append(min(1.0, alone[lane] / together[lane]))
         # lanes of one group keep different shares, of which the planner knows the mean
         return values | {name: statistics.fmean(kept) for name, kept in shares.items()}
 
