@@ -112,7 +112,7 @@ def gpu_figures(reports: Mapping[str, Report]) -> list[str]:
             link = f"[figures](bench/results/{name})"
             gpu = report["hardware"].get("gpu", "no GPU")
             lines += ["", f"{gpu}, `{report['script']}` ({link}):", "", *table_of(report)]
-    return lines[1:] or ["No GPU's figures are here yet: `bash bench/gpu.sh` measures them."]
+    return lines[1:] or ["`bash bench/gpu.sh` measures them."]
 
 
 def fill(page: Path, shown: Mapping[str, str]) -> str:

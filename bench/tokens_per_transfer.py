@@ -367,13 +367,13 @@ def _cell(row: Mapping[str, Any] | None) -> str:
 def readme_figure(report: Report) -> str:
     """The sentence in the project's README."""
     shares = [
-        f"{group['contenders']['streamed']['times_tokens_per_second_of'][PLAIN_FP32]['median']:.3f} at "
+        f"{group['contenders']['streamed']['times_tokens_per_second_of'][PLAIN_FP32]['median']:.0%} at "
         f"{group['tokens_per_step']:,}"
         for group in report["groups"]
     ]
     return (
         f"Streamed training of {report['parameters'] / 1e6:.0f} million parameters on "
-        f"{report['hardware']['cores']} cores runs at these shares of plain PyTorch's tokens per second: "
+        f"{report['hardware']['cores']} cores, as a share of the tokens per second of plain PyTorch in fp32: "
         f"{', '.join(shares)} tokens a step."
     )
 

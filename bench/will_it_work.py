@@ -22,8 +22,10 @@ from bench.model_sizes import BINDS, CONTEXT, GIB, MODELS, SEQUENCES, SHARE, bes
 from streamer.planner.machine import named_machine
 
 RANK = 16
-#: For a machine with 64 GB of memory: the system needs some of it.
-OF_64_GB = "60GiB"
+#: For a machine with 64 GiB of memory: the system needs some of it.
+OF_64_GB, OF_64_GB_BYTES = "60GiB", 64 * GIB
+#: The share of memory that a run should leave to the system.
+LEFT_FREE = 0.1
 SMALL, MIDDLE, LARGE = "Llama 3 8B", "Qwen2.5 32B", "Llama 3 70B"
 #: (model, way of training, machine, limit on host memory)
 ROWS: tuple[tuple[str, str, str, str | None], ...] = (
@@ -105,6 +107,8 @@ def readme_rows(report: Report, sizes: Report) -> list[str]:
         options = options_of(way, machine, limit, plan)
         of_machine = sizes["machines"][machine]["device_bytes"] / GIB
         gpu, *others, binds = _cells(plan)
+        ram = OF_64_GB_BYTES if limit else sizes["machines"][machine]["host_bytes"]
+        others[0] += " (tight)" if plan["host_needed"] > (1 - LEFT_FREE) * ram else ""
         others[-1] += "" if binds == "compute" else f" ({binds})"
         rows.append([model, way, f"{gpu} of {of_machine:.0f}", *others, f"`{options}`"])
     return table(heads, rows)

@@ -46,7 +46,7 @@ def test_a_page_that_is_out_of_date_is_named_and_written(
     assert report.main(["--check"]) == 0
     text = readme.read_text()
     assert "old" not in text + benchmarks.read_text()
-    assert text.startswith("before\n<!-- figures: gpu -->\nNo GPU's figures are here yet")
+    assert text.startswith("before\n<!-- figures: gpu -->\n`bash bench/gpu.sh` measures them")
     assert text.endswith("\n<!-- end of figures -->\nafter\n")
     assert benchmarks.read_text().startswith("<!-- figures: adam -->\n| model, moments |")
     assert "| bf16, 8 bits | " in benchmarks.read_text()
