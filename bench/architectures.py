@@ -86,9 +86,9 @@ def readme_figure(report: Report) -> str:
     equal = sum(map(_is_equal, rows))
     most = max(row[policy]["gradients"] for row in rows for policy in ("recompute", "keep"))
     return (
-        f"Hugging Face models work unmodified. For {equal} of {len(rows)} architectures the first loss and all "
-        f"first gradients equal plain PyTorch's to the bit. The others differ by at most {most:.0e}: sums are "
-        "added up in another order ([table](bench/results/README.md#architecturesjson))."
+        f"Hugging Face models work unmodified. For {equal} of {len(rows)} architectures the first loss and "
+        "all first gradients equal plain PyTorch's to the bit. The others differ by at most "
+        f"{most:.0e}: sums are added up in another order ([table](bench/results/README.md#architecturesjson))."
     )
 
 
