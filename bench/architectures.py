@@ -88,7 +88,8 @@ def readme_figure(report: Report) -> str:
     return (
         f"Hugging Face models work unmodified. For {equal} of {len(rows)} architectures the first loss and "
         "all first gradients equal plain PyTorch's to the bit. The others differ by at most "
-        f"{most:.0e}: sums are added up in another order ([table](bench/results/README.md#architecturesjson))."
+        f"{most:.0e}: sums are added up in another order "
+        "([table](bench/results/README.md#architecturesjson))."
     )
 
 
