@@ -82,7 +82,7 @@ def in_training(optimizer: Optimizer) -> Optimizer:
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_those_of_an_ordinary_instance(name: str, dtype: torch.dtype) -> None:
-    """To the bit over 20 steps, with groups, clipping and a schedule; host memory takes what was planned."""
+    """To the bit in eight steps, with groups, clipping and a schedule; the state takes the planned bytes."""
     with model_in(dtype) as model:
         params = params_for(name, model)
         copies = masters(params)
@@ -92,7 +92,7 @@ def test_steps_are_those_of_an_ordinary_instance(name: str, dtype: torch.dtype) 
         )
         plain = in_training(kind(with_and_without_decay(copies)))
         schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (mine, plain)]
-        for step in range(20):
+        for step in range(8):
             clip = partial(clipped, max_norm=0.5)
             train_both(model, params, mine, plain, copies, steps=1, first=step, clip=clip)
             for schedule in schedules:
@@ -121,7 +121,7 @@ def test_an_optimizer_needs_no_other_line(name: str, dtype: torch.dtype) -> None
     assert_alike(dtype, OPTIMIZERS[name])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", ["RMSprop", "Prodigy"])
 def test_delays_change_nothing(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates are hidden behind forwards that wait for them, whatever lane is late."""

@@ -183,18 +183,6 @@ def test_a_value_that_was_written_is_the_master_but_for_half_a_unit(dtype: torch
 
 
 @pytest.mark.parametrize("dtype", SHORT)
-def test_zeros_that_were_written_are_trained_on(dtype: torch.dtype) -> None:
-    """A weight that is set to zero after each step moves by one update from zero, not from NaN."""
-
-    def zero(model: Any) -> None:
-        with torch.no_grad():
-            model.layers[1].fc.weight.zero_()
-
-    _, found = masters_after(dtype, zero, steps=5, lr=1e-3)
-    assert all(bool(values.isfinite().all()) for values in found.values())
-
-
-@pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("how", ["load_state_dict", "copy_", "a step in between"])
 def test_fp32_values_that_are_copied_in_are_the_masters(dtype: torch.dtype, how: str) -> None:
     torch.manual_seed(1)
