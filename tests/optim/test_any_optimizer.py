@@ -453,10 +453,14 @@ def test_state_without_room_is_refused_before_anything_is_written() -> None:
 # state on disk
 
 
-@pytest.mark.parametrize("weights", ["in memory", "on disk"])
 @pytest.mark.parametrize(
-    ("name", "room"),
-    [("RMSprop", 7_000_000), ("SOAP", 24_800_000), ("Lion", 3_000_000), ("AdamW", 6_000_000)],
+    ("name", "room", "weights"),
+    [
+        ("RMSprop", 7_000_000, "on disk"),
+        ("SOAP", 24_800_000, "in memory"),
+        ("Lion", 3_000_000, "in memory"),
+        ("AdamW", 6_000_000, "on disk"),
+    ],
 )
 def test_state_without_room_in_memory_is_on_disk(name: str, room: int, weights: str, tmp_path: Path) -> None:
     """Steps, state dicts and checkpoints are those of memory, to the bit."""
