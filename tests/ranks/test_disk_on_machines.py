@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 import streamer
-from streamer.backends.direct_io import System
 from streamer.engine.handle import wrapped
 from streamer.store import on_disk
 from tests.on_disk import least_of
@@ -25,7 +22,7 @@ from tests.ranks import test_disk_use as use
 from tests.ranks.common import run_ranks
 from tests.ranks.programs import Arrays, arrays, backward, equal, model, noting_disk, run
 from tests.ranks.test_checkpoint import held
-from tests.ranks.test_disk import ALL, BF16, CASES, CHUNK, STATE, disks, in_group
+from tests.ranks.test_disk import BF16, CASES, CHUNK, STATE, in_group
 
 #: How many layers there are, beside `ALL` and `STATE`: so many are more than the rings of one rank take.
 MORE = 4
@@ -181,67 +178,22 @@ def on_disk_of_one(options: dict[str, Any], folder: str) -> dict[str, int]:
     return dict(wrapped(made).executor.disk_bytes())
 
 
-def has_no_room(rank: int, folder: str) -> None:
-    """The disk of the second machine has none. Nobody writes to the other one's."""
-
-    def allocate(*given: int) -> None:
-        if rank >= dist.get_world_size() // 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        os.posix_fallocate(*given)
-
-    def write(*_: Any) -> int:
-        raise AssertionError("it is known that there is no room")
-
-    given = in_group(folder, BF16)
-    given["disk"] = disks(folder, system=System(allocate=allocate, pwritev=write))
-    streamer.wrap(model(layers=ALL), **{"layers": "layers", "device": "cpu", **given})
-
-
 def write_fails(rank: int, folder: str) -> None:
     use.faulty(rank, folder, use.of_rank_1(rank, "write", use.fail), update="backward")
 
 
-def has_no_folder(rank: int, folder: str) -> None:
-    given = in_group(folder, BF16) | ({"disk": f"{folder}/nowhere"} if rank else {})
-    streamer.wrap(model(layers=ALL), **{"layers": "layers", "device": "cpu", **given})
-
-
-THERE = r"\(machine 1, '.+'\)$"
-TOLD: dict[str, tuple[Callable[[int, str], None], int, str, str]] = {
-    "no room": (
-        has_no_room,
-        4,
-        rf"RanksError: allocating scratch files has failed on rank 2: DiskError: .*has no room.* {THERE}",
-        "DiskError: .*has no room",
-    ),
-    "no folder": (
-        has_no_folder,
-        2,
-        rf"RanksError: rank 1 has failed: DiskError: .*no such folder.* {THERE}",
-        "DiskError: .*no such folder",
-    ),
-    "a write fails": (
-        write_fails,
-        2,
-        rf"RanksError: rank 1 has failed: DiskError: disk=.*writing .* failed .*error.* {THERE}",
-        "(DiskError: disk|RanksError: rank 1 has failed: DiskError: disk)=.*writing .* failed .*error",
-    ),
-}
-
-
-def ends(rank: int, folder: str, name: str) -> str:
+def ends(rank: int, folder: str) -> str:
     try:
-        TOLD[name][0](rank, folder)
+        write_fails(rank, folder)
     except (OSError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-@pytest.mark.parametrize("name", TOLD)
-def test_all_are_told_which_machine_has_no_disk_any_more(name: str, tmp_path: Path) -> None:
-    _, size, others, mine = TOLD[name]
-    letters = "a" * (size // 2) + "b" * (size // 2)
-    for rank, told in enumerate(run_ranks(size, on_machines, letters, ends, str(tmp_path), name)):
-        assert re.match(mine if rank == size // 2 else others, told), told
-        assert "\n" not in told
+def test_all_are_told_which_machines_disk_fails(tmp_path: Path) -> None:
+    other, own = run_ranks(2, on_machines, "ab", ends, str(tmp_path))
+    failed = r"RanksError: rank 1 has failed: DiskError: disk=.*writing .* failed .*error"
+    assert re.match(rf"{failed}.* \(machine 1, '.+'\)$", other), other
+    assert re.match(rf"(DiskError: disk=.*writing .* failed .*error|{failed})", own), own
+    assert "\n" not in other + own
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
