@@ -136,8 +136,18 @@ ADAPTED = Cycle([*range(5), *reversed(range(5))], {9: range(5)}, [8] * 5, [1] * 
             Cycle([0, 1, 2, 3, 4, 4, 3, 2], {7: (2, 3, 4)}, [4] * 5, [0, 0, 4, 4, 4]),
             [Z] * 2 + [F] * 3 + [B] * 3,
         ),
+        # all layers are, and a loss on what comes before them is trained
+        (Cycle(range(5), {}, [4] * 5, [0] * 5), [Z] * 5),
     ],
-    ids=["adapters", "adapters, updated in backward", "shared", "reference", "experts", "frozen"],
+    ids=[
+        "adapters",
+        "adapters, updated in backward",
+        "shared",
+        "reference",
+        "experts",
+        "frozen",
+        "all frozen",
+    ],
 )
 def test_other_cycles_move_the_least_that_hides_under_compute(cycle: Cycle, phases: list[Phase]) -> None:
     slots = range(1, len(cycle.whole) + 1)
