@@ -25,13 +25,12 @@ RANKS = 2
 CPU = Machine("cpu", 1e12, 1e10, 1e10, 1e10, 1 << 40, 1 << 40, kind="cpu")
 CUDA = replace(CPU, kind="cuda", collective_bytes_per_second=4e10)
 OPTIONS: dict[str, dict[str, Any]] = {
-    "keep": {"activations": "keep"},
     "offloaded": {"activations": "recompute+offload", "dtype": torch.bfloat16},
     "backward": {"update": "backward", "dtype": torch.bfloat16},
     "gathered": {"activations": "keep", "update": "backward", "gather_weights": True},
 }
 #: What ranks of one machine do, and what two machines do.
-PLANNED = [("keep", None), ("offloaded", None), ("gathered", None), ("backward", "ab")]
+PLANNED = [("offloaded", None), ("gathered", None), ("backward", "ab")]
 
 Done = tuple[Counter[str], dict[str, int], dict[str, int]]
 
