@@ -73,24 +73,17 @@ class Weight(nn.Module):
 
 
 class Graph(nn.Module):
-    """Three layers that are given sparse edges; with ``learned`` edges, their values are a parameter."""
+    """Three layers that are given sparse edges."""
 
-    def __init__(
-        self, make: Callable[[], nn.Module] = Argument, layout: str = "coo", *, learned: bool = False
-    ) -> None:
+    def __init__(self, make: Callable[[], nn.Module] = Argument, layout: str = "coo") -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(make() for _ in range(3))
         self.register_buffer("edges", adjacency(layout))
-        self.learned = nn.Parameter(torch.rand(3)) if learned else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        edges = self.edges
-        if self.learned is not None:
-            places = torch.tensor([[0, 1, 2], [1, 2, 3]])
-            edges = torch.sparse_coo_tensor(places, self.learned, (NODES, NODES), check_invariants=True)
-        x = self.embed(x)
+        x, edges = self.embed(x), self.edges
         for layer in self.layers:
             x, edges = layer(x, edges)
         return x
