@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench import depth
-from bench.depth import Block, depth_figures, line_through, report_table, summary
+from bench.depth import Block, depth_figures, line_through
 
 
 def test_a_straight_line() -> None:
@@ -20,22 +19,6 @@ def test_a_straight_line() -> None:
         "r_squared": 1.0,
         "largest_relative_residual": 0.0,
     }
-
-
-def test_a_line_that_is_not_straight() -> None:
-    # the best line is y = x + 4/3: the residuals are 1/6, -1/3 and 1/6
-    found = line_through([0, 1, 2], [1.5, 2.0, 3.5])
-    assert found["slope"] == pytest.approx(1.0)
-    assert found["intercept"] == pytest.approx(4 / 3)
-    variation = sum((y - 7 / 3) ** 2 for y in (1.5, 2.0, 3.5))
-    assert found["r_squared"] == pytest.approx(1 - (1 / 6**2 + 1 / 3**2 + 1 / 6**2) / variation)
-    assert found["largest_relative_residual"] == pytest.approx((1 / 3) / 2.0)
-
-
-def test_a_flat_line_has_no_r_squared() -> None:
-    found = line_through([1, 2, 4], [3.0, 3.0, 3.0])
-    assert math.isnan(found.pop("r_squared"))
-    assert found == {"slope": 0.0, "intercept": 3.0, "largest_relative_residual": 0.0}
 
 
 def test_figures_of_a_depth() -> None:
@@ -50,18 +33,6 @@ def test_figures_of_a_depth() -> None:
         "peak_bytes": 160,
         "beyond_owned_bytes_per_layer": 15.0,
     }
-
-
-@pytest.mark.parametrize("owned", [{"weight slots": 60}, {"weight slots": 61}])
-def test_owned_bytes_that_differ_are_told(owned: dict[str, int]) -> None:
-    blocks = {
-        2: [Block(1.0, {"weight slots": 60}, 100)] * 2,
-        4: [Block(2.0, owned, 140)] * 2,
-    }
-    found = summary(blocks)
-    assert found["owned_bytes_are_equal"] == (owned == {"weight slots": 60})
-    told = report_table(found)[0]
-    assert ("NOT the same at every depth" in told) != found["owned_bytes_are_equal"]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda_api)])
@@ -83,33 +54,3 @@ def test_a_run(device: str, more: list[str], tmp_path: Path) -> None:
             assert row["beyond_owned_bytes_per_layer"] == 4 * 2 * 8 * 64
         assert row["peak_bytes"] > row["owned_bytes_total"]
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("complete", [1, 3])
-def test_the_rounds_before_an_interrupt_stand(
-    complete: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = tmp_path / "depth.json"
-    sizes = ["--n-embd", "16", "--n-head", "2", "--batch-size", "2", "--context", "8", "--layers", "1", "2"]
-    arguments = [*sizes, "--rounds", "5", "--steps", "1", "--device", "cpu", "--host-threads", "1"]
-    arguments += ["--json", str(report), "--png", str(tmp_path / "depth.png")]
-    # the first blocks warm up; of the round that is interrupted one depth is done
-    left = iter(range(2 + 2 * complete + 1))
-    block = depth.Loop.block
-
-    def interrupted(loop: depth.Loop, steps: int) -> Block:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        return block(loop, steps)
-
-    monkeypatch.setattr(depth.Loop, "block", interrupted)
-    if complete < 2:
-        with pytest.raises(KeyboardInterrupt):
-            depth.main(arguments)
-        assert not report.exists()
-    else:
-        depth.main(arguments)
-        found = json.loads(report.read_text())
-        assert found["rounds"] == complete
-        assert [row["n_layer"] for row in found["depths"]] == [1, 2]
-    assert capsys.readouterr().out.count("seconds per step by layers: 1 ") == complete

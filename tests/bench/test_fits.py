@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bench import fits
 
@@ -78,59 +77,6 @@ def test_more_memory_than_there_is_to_be_is_a_failure_that_is_written_down(
     assert f"FAILED: {failure}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("error", "skipped"),
-    [
-        (torch.OutOfMemoryError("no room"), "device"),
-        (MemoryError("no room for a layer's saved inputs"), "host"),
-    ],
-)
-def test_a_batch_that_is_too_large_is_said_to_be(
-    error: Exception, skipped: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step, out = fits.Run.step, tmp_path / "fits.json"
-
-    def within(run: fits.Run, batch_size: int) -> dict[str, float]:
-        if batch_size == 16:
-            raise error
-        return step(run, batch_size)
-
-    monkeypatch.setattr(fits.Run, "step", within)
-    assert fits.main([str(config), "--steps", "6", "--batch-sizes", "16", "8", "--json", str(out)]) == 0
-    larger, other = json.loads(out.read_text())["with_batch"]
-    assert larger["skipped"] == f"out of {skipped} memory"
-    assert other["tokens_per_second"] > 0
-
-
-def test_what_was_measured_before_an_interrupt_stands(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    step, out = fits.Run.step, tmp_path / "fits.json"
-
-    def interrupted(run: fits.Run, batch_size: int) -> dict[str, float]:
-        if batch_size == 16:
-            raise KeyboardInterrupt
-        return step(run, batch_size)
-
-    monkeypatch.setattr(fits.Run, "step", interrupted)
-    assert fits.main([str(config), "--steps", "6", "--batch-sizes", "8", "16", "--json", str(out)]) == 1
-    found = json.loads(out.read_text())
-    assert [row["batch_size"] for row in found["with_batch"]] == [8]
-    assert found["failures"] == ["interrupted with 16 sequences"]
-    output = capsys.readouterr().out
-    assert "FAILED: interrupted with 16 sequences" in output
-    # told as it goes, for whoever is stopped without another word
-    assert [line.split(":")[0] for line in output.splitlines() if line.startswith("step ")] == [
-        f"step {number}" for number in range(1, 7)
-    ]
-
-
-@pytest.mark.parametrize("arguments", [["--host-memory", "much"], ["--set", "stream.device_memory='1kB'"]])
-def test_what_cannot_be_is_one_line(config: Path, arguments: list[str]) -> None:
-    with pytest.raises(SystemExit, match="error: "):
-        fits.main([str(config), *arguments])
-
-
 def report(**changes: Any) -> dict[str, Any]:
     found = {
         "validation_loss": [5.0, 4.0],
@@ -159,8 +105,3 @@ def test_failures(changes: dict[str, Any], failure: str | None) -> None:
     found = fits.failures(report(**changes))
     assert len(found) == (0 if failure is None else 1)
     assert failure is None or found[0].startswith(failure)
-
-
-def test_what_stands_in_for_a_gpu_has_no_losses_to_fall() -> None:
-    without = report(validation_loss=[0.0, 0.0], host_bytes_peak=101) | {"has_values": False}
-    assert fits.failures(without) == ["101 bytes of host memory were taken, not 100"]

@@ -74,13 +74,6 @@ def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_without_what_streamer_needs_nothing_is_measured(stand_in: Path, tmp_path: Path) -> None:
-    stand_in.write_text(STAND_IN.replace("  -c*)", "  *psutil*) exit 1 ;;\n  -c*)"))
-    done = run(stand_in, tmp_path / "out")
-    assert done.returncode == 2
-    assert "cannot import what streamer needs, see above: nothing was measured" in done.stdout
-
-
 def test_what_fails_does_not_keep_the_others_from_running(
     stand_in: Path, short_script: Path, tmp_path: Path
 ) -> None:
@@ -92,43 +85,6 @@ def test_what_fails_does_not_keep_the_others_from_running(
     assert said == [*["done"] * 3, "FAILED with 1", "done", "FAILED, stopped", "FAILED, killed"]
     assert done.stdout.count("asked for -m bench.") == 4
     assert (tmp_path / "out" / "gpu.txt").read_text() == done.stdout
-
-
-def test_the_parts_fit_into_eight_minutes_by_what_is_left(stand_in: Path, tmp_path: Path) -> None:
-    script = tmp_path / "bench" / "gpu.sh"
-    script.parent.mkdir()
-    script.write_text(SCRIPT.read_text().replace("SECONDS + 480", "SECONDS + 10"))
-    done = run(stand_in, tmp_path / "out", script=script)
-    assert done.returncode == 1
-    assert done.stdout.count("not begun, no time left") == 7
-    assert "asked for" not in done.stdout
-
-
-def test_some_parts_alone(stand_in: Path, tmp_path: Path) -> None:
-    done = run(stand_in, tmp_path / "out", "tokens", "fits")
-    assert list(asked(done)) == ["bench.fits", "bench.tokens_per_transfer"]
-    assert done.returncode == 0
-    done = run(stand_in, tmp_path / "out", "fits", "speed")
-    assert (done.returncode, done.stdout.count("\n")) == (2, 1)
-    assert "no part 'speed' here: choose among fits versus" in done.stdout
-
-
-@pytest.mark.parametrize("setting", ["SMALL", "NO_VALUES"])
-def test_a_dry_run_does_not_go_where_the_figures_of_gpus_are(stand_in: Path, setting: str) -> None:
-    for folder in ((), ("bench/results/gpu",)):
-        done = run(stand_in, *folder, **{setting: "1"})
-        assert done.returncode == 2
-        assert "a dry run needs a FOLDER of its own" in done.stdout
-
-
-def test_with_less_host_memory_there_are_fewer_layers(stand_in: Path, tmp_path: Path) -> None:
-    whole = asked(run(stand_in, tmp_path / "out", "fits"))["bench.fits"]
-    assert not any("n_layer" in argument for argument in whole)
-    stand_in.write_text(STAND_IN.replace("LAYERS", "37"))
-    done = run(stand_in, tmp_path / "out", "fits")
-    assert "enough for 37 of the 50 layers" in done.stdout
-    config = config_of(fits.parse(asked(done)["bench.fits"]))
-    assert config.model.args["n_layer"] == 37
 
 
 def config_of(options: object) -> Config:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import streamer
-from bench import common, no_values
+from bench import no_values
 from bench.no_values import go_on_without_values, has_values
 from streamer.engine.layer import batch_check
 from streamer.engine.paging.norms import Norms
@@ -71,12 +70,3 @@ def test_a_device_that_computes_is_told_from_one_that_does_not(monkeypatch: pyte
     for left in (torch.zeros(8), torch.full((8,), float("nan")), torch.ones(8)):
         monkeypatch.setattr(no_values.torch, "arange", lambda *args, left=left, **options: left)
         assert not has_values("cpu")
-
-
-def test_a_result_of_the_cpu_says_nothing_of_it_and_one_of_a_gpu_does(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert "has_values" not in common.provenance("bench/x.py", load_before=0.0)
-    monkeypatch.setattr(common, "hardware", lambda **options: {})
-    monkeypatch.setattr(common, "has_values", lambda device: False)
-    assert common.provenance("bench/x.py", load_before=0.0, device="cuda")["has_values"] is False

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import statistics
 from pathlib import Path
 
 import pytest
 
 from bench import report
-from bench.common import quartiles as quartiles_of
 from bench.model_sizes import MODELS
-from bench.versus import report_table
 from bench.will_it_work import command_of, options_of, rows_shown
 from streamer.cli.main import main
 
@@ -86,39 +83,3 @@ def test_a_result_of_what_stands_in_for_a_gpu_is_refused(
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     with pytest.raises(SystemExit, match=r"gpu/fits\.json was measured on nullgpu, .* computes: delete it"):
         report.main(["--check"])
-
-
-def test_what_is_no_number_has_a_cell_all_the_same() -> None:
-    quartiles = {"lower_quartile": 1.0, "median": 2.0, "upper_quartile": 3.0}
-    none = dict.fromkeys(quartiles)
-    row = {
-        "refused": "its loss ends at nan",
-        "tokens_per_second": quartiles,
-        "times_tokens_per_second_of": {"plain-bf16": none},
-        "device_bytes": {"peak": 1 << 30},
-        "host_bytes": {"resident": 1 << 30},
-        "loss": {"before": 5.0, "after": None},
-    }
-    lines = report_table({"parameters": 1, "tokens_per_step": 1, "groups": [{"streamer-2": row}]})
-    assert lines[-1].endswith("| 2 (1 to 3) | no number |  | 1.00 | 1.00 | 5.000 to no number |")
-
-
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        ("<!-- figures: a -->\n<!-- end of figures -->", r"marks for \['a'\], and there are figures for"),
-        ("<!-- figures: a -->\n<!-- figures: b -->\n", "no '<!-- end of figures -->' after the mark of a"),
-    ],
-)
-def test_marks_that_are_missing_are_named(text: str, match: str, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(text)
-    with pytest.raises(ValueError, match=f"page.md.*{match}"):
-        report.fill(page, {"a": "1", "b": "2"})
-
-
-@pytest.mark.parametrize("values", [[1.0, 2.0], [3.0, 1.0, 2.0], [5.0, 5.0, 5.0, 9.0]])
-def test_quartiles_of_a_few_values_are_among_them(values: list[float]) -> None:
-    lower, median, upper = quartiles_of(values).values()
-    assert min(values) <= lower <= median <= upper <= max(values)
-    assert median == statistics.median(values)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from bench import tokens_per_transfer
 from bench.tokens_per_transfer import (
     PLANS,
     Streamed,
-    Variant,
     curves,
     plain_bytes,
     readme_figure,
@@ -50,26 +48,6 @@ def test_plain_beside_streamed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert f"| {group['tokens_per_step']:,} | " in text
     figure = readme_figure(report)
     assert "at these shares of plain PyTorch's tokens per second" in figure
-
-
-def test_what_was_measured_before_an_interrupt_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[Task] = []
-
-    def once(builders: object, task: Task, **options: object) -> tuple[dict[str, Any], dict[str, str]]:
-        measured.append(task)
-        if len(measured) == 2:
-            raise KeyboardInterrupt
-        return {}, {"whole batch": "too slow"}
-
-    monkeypatch.setattr(tokens_per_transfer, "measure", once)
-    path = tmp_path / "found.json"
-    few = ["--batch-sizes", "4", "8", "--gb-per-second", "1"]
-    with pytest.raises(KeyboardInterrupt):
-        tokens_per_transfer.main(["bus", *SMALL, *few, "--json", str(path)])
-    (group,) = json.loads(path.read_text())["groups"]
-    assert group["tokens_per_step"] == 4 * 16
 
 
 def test_what_plain_holds_is_what_its_tensors_take() -> None:
@@ -121,21 +99,6 @@ def test_every_way_has_the_gradients_of_the_whole_batch(name: str) -> None:
     for key, gradient in gradients(contender).items():
         torch.testing.assert_close(gradient, expected[key], rtol=1e-4, atol=1e-6)
     streamer.unwrap(contender.model)
-
-
-def test_a_variant_that_there_is_not_is_named() -> None:
-    with pytest.raises(SystemExit, match=r"there is no nonsense here: choose among whole batch, "):
-        tokens_per_transfer.main(["bus", "--only", "nonsense"])
-
-
-def test_options_of_a_variant() -> None:
-    assert Variant().options(batch_size=8, n_layer=4) == {"num_slots": 2}
-    options = Variant(micro_batches=3, activations="recompute+offload", kept=0.25).options
-    assert options(batch_size=8, n_layer=4) == {
-        "num_slots": 2,
-        "micro_batch_size": 3,
-        "activations": ["recompute+offload"] * 3 + ["keep"],
-    }
 
 
 @pytest.mark.cuda_api

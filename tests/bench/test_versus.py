@@ -6,26 +6,21 @@ import contextlib
 import gc
 import json
 import math
-import re
 import sys
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from bench import versus
-from bench.versus import Losses, Result, first_line, measure, reference_of, row, times_faster, verdict
+from bench.versus import Losses, Result, measure, reference_of, row, times_faster, verdict
 from bench.versus_contenders import (
     EVALUATION,
     FSDP2,
     PLAIN_BF16,
     PLAIN_FP32,
-    CannotRun,
     Contender,
     Plain,
     Streamer,
@@ -200,12 +195,6 @@ def test_a_plain_loss_that_did_not_fall_proves_nothing(after: float) -> None:
     assert "too little to compare with" in found
 
 
-def test_the_first_line_of_an_error_is_its_reason() -> None:
-    assert first_line(ValueError("one\ntwo")) == "ValueError: one"
-    assert first_line(KeyError()) == "KeyError"
-    assert first_line(CannotRun("not here")) == "not here"
-
-
 def test_who_fails_is_named_and_closed_and_the_others_go_on(task: Task, capsys) -> None:
     logs: dict[str, list[str]] = {"at once": [], "later": []}
 
@@ -249,48 +238,6 @@ def test_all_take_the_same_batches_in_the_same_order_and_none_is_the_evaluated_o
         assert recorder.log == ["settle"] * 3 + ["close"]
 
 
-def test_no_round_begins_after_the_time_is_up_but_the_two_that_are_needed(task: Task, capsys) -> None:
-    results, _ = measure({"a": Recorder}, task, rounds=5, steps=1, seconds=0)
-    assert len(results["a"].seconds) == 2
-    printed = capsys.readouterr().out
-    assert re.search(r"a is built and warm after \d+ s", printed)
-    assert "round 2, seconds per step: a " in printed
-
-
-def test_batches_are_of_few_tokens_that_follow_one_another(task: Task) -> None:
-    batch = task.batch(3)
-    assert batch.shape == (8, 17)
-    assert batch.dtype is torch.int64
-    moves = batch.diff(dim=1) % 32
-    assert sorted(moves.unique().tolist()) == [1, 2, 3, 4]
-    assert not torch.equal(batch, task.batch(4))
-
-
-def test_everyone_starts_from_the_same_weights(task: Task) -> None:
-    first, second = task.model(), task.model()
-    assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
-    assert task.num_parameters == sum(param.numel() for param in first.parameters())
-
-
-def test_nothing_of_a_contender_is_left(task: Task) -> None:
-    alive: list[weakref.ref[torch.nn.Module]] = []
-
-    def remembered(contender: Contender) -> Contender:
-        alive.append(weakref.ref(contender.model))
-        return contender
-
-    builders = {
-        "plain": lambda: remembered(Plain(task, exact=True)),
-        "streamer": lambda: remembered(Streamer(task, num_slots=2)),
-        "fsdp2": lambda: remembered(FSDP2(task)),
-    }
-    results, left_out = measure(builders, task, rounds=2, steps=1)
-    assert left_out == {}
-    assert list(results) == list(builders)
-    gc.collect()
-    assert [model() for model in alive] == [None] * 3
-
-
 def test_a_broken_contender_is_caught(task: Task) -> None:
     broken = {
         "lazy": lambda: Lazy(task),
@@ -308,16 +255,6 @@ def test_layers_run_again_in_backward(task: Task) -> None:
         assert len(outputs(build(), "ln_1", task.batch(0))) == 2 * SIZES["n_layer"]
 
 
-def test_fsdp2_has_weights_and_moments_on_the_host_and_a_group_for_each_layer(task: Task) -> None:
-    contender = FSDP2(task)
-    layers = list(contender.model.transformer.h)
-    assert all(isinstance(module, FSDPModule) for module in (*layers, contender.model))
-    contender.step(task.batch(0))
-    for param in contender.model.parameters():
-        assert isinstance(param, DTensor)
-        assert param.device.type == contender.optimizer.state[param]["exp_avg"].device.type == "cpu"
-
-
 def test_bf16_is_computed_in_by_all_and_masters_are_as_they_say(task: Task) -> None:
     in_bf16 = Task(task.device, torch.bfloat16, SIZES, batch_size=8, lr=1e-2, exits=task.exits)
     for name, build in contenders(in_bf16, num_slots=2).items():
@@ -329,37 +266,6 @@ def test_bf16_is_computed_in_by_all_and_masters_are_as_they_say(task: Task) -> N
         if not name.startswith("streamer"):  # which keeps what bf16 has lost beside it
             masters = {param.dtype for param in contender.model.parameters()}
             assert masters == {torch.float32 if contender.exact else torch.bfloat16}, name
-
-
-def test_in_fp32_there_is_one_plain_contender_and_two_streamers(task: Task) -> None:
-    names = ["streamer-2", "streamer-3", "torchao-fp32", "fsdp2", "deepspeed"]
-    assert list(contenders(task, num_slots=3)) == [PLAIN_FP32, *names]
-    assert "streamer-2" in contenders(task, num_slots=2)
-    in_bf16 = Task(task.device, torch.bfloat16, SIZES, batch_size=1, lr=1.0, exits=task.exits)
-    names = ["streamer-1", "torchao-fp32", "torchao-bf16", "fsdp2", "deepspeed"]
-    assert list(contenders(in_bf16, num_slots=1)) == [PLAIN_FP32, PLAIN_BF16, *names]
-
-
-def test_groups_have_the_plain_contenders_in_each() -> None:
-    names = [PLAIN_FP32, PLAIN_BF16, "a", "b", "c"]
-    assert versus.chosen(versus.parse([]), names) == [names]
-    assert versus.chosen(versus.parse(["--only", "b"]), names) == [[PLAIN_FP32, PLAIN_BF16, "b"]]
-    groups = versus.chosen(versus.parse(["--groups", "c,a", "b"]), names)
-    assert groups == [[PLAIN_FP32, PLAIN_BF16, "a", "c"], [PLAIN_FP32, PLAIN_BF16, "b"]]
-    with pytest.raises(
-        SystemExit, match="no contender 'd' here: choose among plain-fp32, plain-bf16, a, b, c"
-    ):
-        versus.chosen(versus.parse(["--only", "d"]), names)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["--rounds", "1"], ["--steps", "0"], ["--only", "a", "--groups", "b"], ["--dtype", "float16"]],
-)
-def test_what_cannot_be_run_is_said(arguments: list[str], capsys) -> None:
-    with pytest.raises(SystemExit):
-        versus.parse(arguments)
-    assert "error: " in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("collected")

@@ -287,23 +287,6 @@ def hook_on(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     tensor.register_hook(hook)
 
 
-def test_torchs_own_clipping_makes_step_pass_over_no_gradient(issued: list[Op]) -> None:
-    with streamed(gpt()) as model:
-        optimizer = streamer.AdamW(model.parameters())
-        for step in range(2):
-            language_loss(model, step).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert OpKind.NORM not in [op.kind for op in issued]
-        language_loss(model, 2).backward()
-        with torch.no_grad():
-            model.transformer.h[1].mlp.c_fc.weight.grad.mul_(torch.inf)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        with pytest.warns(match="the gradient of transformer.h.1 is NaN or infinite"):
-            optimizer.step()
-
-
 @torch.no_grad()
 def test_optimizer_state_that_is_read_is_that_of_the_finished_update() -> None:
     with training() as (model, optimizer, params):
@@ -339,21 +322,6 @@ def test_parameters_are_plain_ones_to_everybody_else() -> None:
         assert type(copy.deepcopy(weight)) is type(nn.Parameter(weight.data)) is nn.Parameter
         assert {type(param) for param in copy.deepcopy(model).parameters()} == {nn.Parameter}
     assert {type(param) for param in params} == {nn.Parameter}
-
-
-def test_a_compiled_loss_uses_parameters_in_one_graph() -> None:
-    def loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(hidden, weight).square().mean()
-
-    gradients = []
-    for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
-        with training() as (model, optimizer, params):
-            one_step(model, optimizer, 0)
-            language_loss(model, 1)
-            hidden = torch.ones(4, model.lm_head.weight.shape[1])
-            function(hidden, model.lm_head.weight).backward()
-            gradients.append(model.lm_head.weight.grad.clone())
-    assert torch.equal(*gradients)
 
 
 class Parts(nn.Module):

@@ -17,7 +17,6 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import streamer
-from models.gpt2 import GPT
 from streamer.backends.thread import ThreadBackend
 from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
@@ -453,17 +452,6 @@ WIDE: dict[str, tuple[Any, ...]] = {
         [EXPERTS, GATES],
         ["blocks.*.experts.*.up", "blocks.*.experts.*.down", GATES],
     ),
-    "one wide layer": (
-        lambda: net(Block, (16, 256, 16)),
-        "blocks",
-        [EXPERTS, GATES],
-        ["blocks.*.experts.*.up", "blocks.*.experts.*.down", GATES],
-    ),
-    "pytorch's own": (
-        lambda: net(partial(nn.TransformerEncoderLayer, WIDTH, 2, batch_first=True, bias=False), (256,) * 3),
-        "blocks",
-        [f"blocks.*.{name}" for name in ("self_attn", "linear1", "linear2")],
-    ),
     "hugging face": (
         llama,
         "model.layers",
@@ -498,13 +486,6 @@ def test_the_globs_that_are_advised_go_as_deep_as_is_needed() -> None:
     assert advised(refusal(tiny_gpt(), memory // 2, layers="transformer.h")) is None
 
 
-def test_fewer_slots_are_advised_where_they_do() -> None:
-    one = device_bytes(tiny_gpt(), layers="transformer.h", num_slots=1)
-    options = {"layers": "transformer.h", "num_slots": 3}
-    assert "would do, or lower num_slots to 1" in refusal(tiny_gpt(), one, **options)
-    assert "num_slots" not in refusal(tiny_gpt(), one - 1, **options)
-
-
 def changed(change: Callable[[Any], None]) -> Callable[[int], nn.Module]:
     def make(hidden: int) -> nn.Module:
         block = Block(hidden)
@@ -527,9 +508,3 @@ def test_no_globs_are_advised_for_parts_that_cannot_be_layers(block: Callable[[i
     model = net(block)
     memory = device_bytes(model, layers="blocks") - 1
     assert advised(refusal(model, memory, layers="blocks", num_slots=2)) is None
-
-
-def test_what_is_in_no_layer_may_be_too_large() -> None:
-    model = GPT(vocab_size=4096, block_size=16, n_layer=1, n_head=1, n_embd=8)
-    message = refusal(model, 1000, layers="transformer.h")
-    assert re.search(r"outside of layers alone take \d+ bytes; device_memory=\d+ would do$", message)

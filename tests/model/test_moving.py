@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from tqdm import tqdm
 
 import streamer
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.paging.executor import Executor
-from streamer.model import move_in as moving
 from streamer.model import streaming
-from streamer.model.memory import releasable_bytes
 from tests.reference import attached
 
 MIB = 1 << 20
@@ -122,22 +119,6 @@ def test_beside_the_shards_there_is_never_more_than_one_unit(on_meta: bool, dtyp
     assert seen["end"] - seen["empty"] == pytest.approx(weights, rel=0.02)
 
 
-def test_a_bar_shows_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def at_once(*args: Any, delay: float, mininterval: float, **options: Any) -> Any:
-        assert delay == 1.0, "what is done within a second needs no bar"
-        assert mininterval == 10.0, "a log file needs a line now and then"
-        return tqdm(*args, delay=0, mininterval=0, **options)
-
-    monkeypatch.setattr(moving, "tqdm", at_once)
-    model = stack()
-    streamer.unwrap(streamer.wrap(model, layers="layers", device="cpu"))
-    printed = capsys.readouterr().err
-    assert "to host memory:   0%" in printed
-    assert "4/4" in printed  # three layers and the root
-
-
 # Errors on the way
 
 
@@ -196,19 +177,3 @@ def test_gradients_that_are_dropped_are_named() -> None:
         streamer.wrap(model, device="cpu")
     assert all(param.grad is None for param in model.parameters())
     streamer.unwrap(model)
-
-
-def test_what_only_the_model_holds_counts_as_given_back() -> None:
-    own = nn.Linear(10, 10)
-    shared = nn.Parameter(torch.ones(7).share_memory_())
-    cpu = torch.device("cpu")
-    assert releasable_bytes([own.weight, own.weight, shared], cpu) == 400
-    assert releasable_bytes([own.weight], torch.device("cuda", 0)) == 0
-    for device in (cpu, torch.device("meta")):
-        assert releasable_bytes([nn.Parameter(torch.ones(4, device="meta"))], device) == 0
-
-
-def test_weights_mapped_from_a_file_are_not_given_back(tmp_path: Path) -> None:
-    torch.save(torch.ones(1000), tmp_path / "weights.pt")
-    mapped = torch.load(tmp_path / "weights.pt", mmap=True)
-    assert releasable_bytes([mapped], torch.device("cpu")) == 0

@@ -67,8 +67,8 @@ def test_what_does_not_fit_is_told_and_how_it_reads() -> None:
     assert repr(streamer.plan(model(), TOKENS, layers="transformer.h")).endswith("\nfits")
 
 
-@pytest.mark.parametrize("name", MACHINES)
-def test_every_named_machine_plans(name: str) -> None:
+@pytest.mark.parametrize("name", ["laptop-8gb", "h200", "dgx-spark"])
+def test_named_machines_plan(name: str) -> None:
     found = streamer.plan(model(), TOKENS, layers="transformer.h", dtype=torch.bfloat16, machine=name)
     assert found.fits and found.machine == MACHINES[name].name
     assert found.seconds > 0 and found.busy_seconds["h2d"] > 0

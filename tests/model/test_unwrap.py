@@ -167,22 +167,6 @@ def test_what_comes_back_is_what_plain_training_gives() -> None:
     torch.testing.assert_close(values(model), values(plain), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("place", "dtype"),
-    [("blocks.1.weight", None), ("embed.weight", torch.bfloat16), ("blocks.1.weight", torch.float16)],
-)
-def test_what_the_user_wrote_is_kept(place: str, dtype: torch.dtype | None) -> None:
-    model = wrap(net(), dtype=dtype)
-    param = model.get_parameter(place)
-    with torch.no_grad():
-        param.fill_(0.5)
-    streamer.unwrap(model)
-    # in bf16 the remainder stays: [Note: masters]
-    half = torch.finfo(torch.bfloat16).eps / 2 if dtype == torch.bfloat16 else 0.0
-    expected = torch.full_like(param, 0.5, dtype=torch.float32)
-    torch.testing.assert_close(model.get_parameter(place).detach(), expected, rtol=half, atol=0)
-
-
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_state_dict_has_the_same_keys_in_the_same_order(dtype: torch.dtype | None) -> None:
     model = net(buffers=True).eval()  # batch norm refuses to train bf16 weights with fp32 statistics

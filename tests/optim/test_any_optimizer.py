@@ -89,7 +89,7 @@ def in_training(optimizer: Optimizer) -> Optimizer:
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_those_of_an_ordinary_instance(name: str, dtype: torch.dtype) -> None:
-    """To the bit over 20 steps, with groups, clipping and a schedule; host memory takes what was planned."""
+    """To the bit over 20 steps, with groups, clipping and a schedule; the state takes the planned bytes."""
     with model_in(dtype) as model:
         params = params_for(name, model)
         copies = masters(params)
@@ -128,7 +128,7 @@ def test_an_optimizer_needs_no_other_line(name: str, dtype: torch.dtype) -> None
     assert_alike(dtype, OPTIMIZERS[name])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", ["RMSprop", "Prodigy"])
 def test_delays_change_nothing(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates are hidden behind forwards that wait for them, whatever lane is late."""
@@ -473,10 +473,14 @@ def test_state_without_room_is_refused_before_anything_is_written() -> None:
 # state on disk
 
 
-@pytest.mark.parametrize("weights", ["in memory", "on disk"])
 @pytest.mark.parametrize(
-    ("name", "room"),
-    [("RMSprop", 4_800_000), ("SOAP", 24_800_000), ("Lion", 3_000_000), ("AdamW", 6_000_000)],
+    ("name", "room", "weights"),
+    [
+        ("RMSprop", 4_800_000, "on disk"),
+        ("SOAP", 24_800_000, "in memory"),
+        ("Lion", 3_000_000, "in memory"),
+        ("AdamW", 6_000_000, "on disk"),
+    ],
 )
 def test_state_without_room_in_memory_is_on_disk(name: str, room: int, weights: str, tmp_path: Path) -> None:
     """Steps, state dicts and checkpoints are those of memory, to the bit."""

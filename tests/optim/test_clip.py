@@ -17,7 +17,6 @@ from models.gpt2 import GPT
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.handle import wrapped
-from streamer.engine.schedule.op import Op, OpKind
 from tests.reference import VOCAB, assert_trains_alike, language_loss, streamed
 
 Clip = Callable[..., torch.Tensor]
@@ -72,11 +71,10 @@ CHANGES |= {
 }
 
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize(("num_slots", "dtype"), [(1, torch.float32), *((2, dtype) for dtype in DTYPES)])
+@pytest.mark.parametrize(
+    ("num_slots", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (2, torch.float16)]
+)
 def test_the_norm_is_that_of_the_gradients_as_they_are(
     change: str, num_slots: int, dtype: torch.dtype
 ) -> None:
@@ -89,24 +87,6 @@ def test_the_norm_is_that_of_the_gradients_as_they_are(
         actual = streamer.clip_grad_norm_(model, float("inf"))
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
         assert (actual != untouched) == (change != "nothing")
-
-
-def test_it_passes_over_no_memory_where_nothing_has_changed(issued: list[Op]) -> None:
-    def passes() -> int:
-        return [op.kind for op in issued].count(OpKind.NORM)
-
-    with streamed(gpt(), layers="transformer.h") as model:
-        language_loss(model, 0).backward()
-        streamer.clip_grad_norm_(model, 1.0)
-        assert passes() == 0
-        language_loss(model, 1).backward()
-        streamer.clip_grad_norm_(model, 1e9)
-        assert passes() == 0, "the sum was measured in the pass that made it"
-        with torch.no_grad():
-            model.transformer.h[0].mlp.c_fc.weight.grad.mul_(2)
-        for _ in range(2):
-            streamer.clip_grad_norm_(model, 1.0)
-        assert passes() == 1, "the other layers were not written"
 
 
 @pytest.mark.parametrize("read", [False, True])
@@ -212,17 +192,6 @@ def test_what_is_added_after_clipping_is_looked_at_too(max_norm: float, bad: flo
         with pytest.warns(UserWarning, match="is NaN or infinite.*this step is skipped"):
             optimizer.step()
         assert all(torch.equal(value, before[name]) for name, value in mine.state_dict().items())
-
-
-def test_a_backward_through_the_root_alone_is_no_write_to_layers() -> None:
-    with streamed(gpt(), layers="transformer.h", dtype=torch.bfloat16) as model:
-        optimizer = streamer.AdamW(model.parameters())
-        language_loss(model, 0).backward()
-        streamer.clip_grad_norm_(model, 1e-3)
-        # adds to the root's gradients, for which the first sums are made
-        model.lm_head(torch.ones(1, 20, dtype=torch.bfloat16)).sum().backward()
-        optimizer.step()
-        assert streamer.stats(model).host_bytes["gradient sums"] > 0
 
 
 def written_before(norm_type: float) -> Callable[..., None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import nn
 import streamer
 
 SHORT = [torch.bfloat16, torch.float16]
-WIDTH, STEPS = 16, 30
+WIDTH, STEPS = 16, 8
 
 
 class Block(nn.Module):
@@ -86,6 +87,11 @@ def nothing(model: nn.Module) -> None:
     pass
 
 
+@cache
+def untouched(dtype: torch.dtype) -> tuple[Exact, Exact]:
+    return masters_after(dtype, nothing)
+
+
 def clamp(model: Any) -> None:
     with torch.no_grad():
         for layer in model.layers:
@@ -130,7 +136,7 @@ WRITES = [clamp, clamp_by_data, clamp_by_numpy, perturb_and_put_back, restore_ro
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 def test_a_write_that_changes_no_value_changes_no_master(dtype: torch.dtype, write: Write) -> None:
-    before, plain = masters_after(dtype, nothing)
+    before, plain = untouched(dtype)
     _, written = masters_after(dtype, write)
     for name, expected in plain.items():
         assert torch.equal(written[name], expected), name
@@ -180,18 +186,6 @@ def test_a_value_that_was_written_is_the_master_but_for_half_a_unit(dtype: torch
     for n in range(3):
         rest = found[f"layers.{n}.fc.weight"][4:]
         assert not torch.equal(rest, before[f"layers.{n}.fc.weight"][4:]), "others keep what they learnt"
-
-
-@pytest.mark.parametrize("dtype", SHORT)
-def test_zeros_that_were_written_are_trained_on(dtype: torch.dtype) -> None:
-    """A weight that is set to zero after each step moves by one update from zero, not from NaN."""
-
-    def zero(model: Any) -> None:
-        with torch.no_grad():
-            model.layers[1].fc.weight.zero_()
-
-    _, found = masters_after(dtype, zero, steps=5, lr=1e-3)
-    assert all(bool(values.isfinite().all()) for values in found.values())
 
 
 @pytest.mark.parametrize("dtype", SHORT)

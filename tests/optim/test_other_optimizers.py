@@ -1,4 +1,4 @@
-"""PyTorch's own optimizers on a wrapped model, and several optimizers on one model."""
+"""Several optimizers on one model, and steps that fail."""
 
 from __future__ import annotations
 
@@ -45,14 +45,6 @@ def train(
         model.zero_grad()
 
 
-def torch_adamw(**settings: bool) -> Make:
-    return lambda model, _: [torch.optim.AdamW(model.parameters(), **CALM, **settings)]
-
-
-def sgd(model: nn.Module, _: Any) -> Optimizers:
-    return [torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)]
-
-
 def two_of_ours(model: nn.Module, kind: Any) -> Optimizers:
     """With this eps the size of a gradient, and so clipping, matters to Adam."""
     return [kind(list(model.parameters())[i::2], lr=1e-2, eps=1.0) for i in range(2)]
@@ -64,10 +56,6 @@ def one_of_each(model: nn.Module, kind: Any) -> Optimizers:
 
 
 MAKES = {
-    "AdamW": torch_adamw(),
-    "foreach": torch_adamw(foreach=True),
-    "fused": torch_adamw(fused=True),
-    "SGD": sgd,
     "two of ours": two_of_ours,
     "one of each": one_of_each,
 }

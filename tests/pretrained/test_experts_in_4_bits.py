@@ -258,7 +258,7 @@ def test_a_state_that_does_not_tell_all(missing: str, mixture: Path, tmp_path: P
         streamed(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["nf4", NESTED])
+@pytest.mark.parametrize("kind", [NESTED])
 def test_a_plan_has_every_byte(kind: str, mixture: Path, tmp_path: Path) -> None:
     in_4_bits(mixture, tmp_path, **KINDS[kind])
     planned = streamed(tmp_path, device=None, backend=VirtualBackend(RTX_4090))

@@ -134,17 +134,6 @@ def test_it_trains_as_what_transformers_quantizes(word: str, activations: str, l
         torch.testing.assert_close(found, expected, rtol=half, atol=0.0, check_dtype=not mine.requires_grad)
 
 
-@pytest.mark.parametrize("word", WORDS)
-def test_transformers_reads_what_it_saves_of_it(word: str, llama: Path, tmp_path: Path) -> None:
-    model = streamed(llama, quantize=word, adapt=None)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16, device_map={"": "cpu"})
-    mine, theirs = streamer.unwrap(model).state_dict(), again.state_dict()
-    assert [*mine] == [*theirs] and len({*map(type, mine.values())}) == (2 if word == "int8" else 1)
-    for name, value in mine.items():
-        assert type(value) is type(theirs[name]) and torch.equal(_values(value), _values(theirs[name]))
-
-
 def _told(model: Any) -> dict[str, Any]:
     """What trainers may ask a model about its quantization, but for the modules that are left out."""
     base = model.get_base_model()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def train(
     return found
 
 
+@cache
 def train_alone(name: str) -> Arrays:
     model = streamer.wrap(tiny_gpt(layers=2), layers="transformer.h", device="cpu", dtype=torch.bfloat16)
     optimizer = optimizer_for(name, model)
@@ -83,14 +85,12 @@ def train_alone(name: str) -> Arrays:
 
 #: Optimizers, so many ranks, their machines (see `everyone`), where layers are updated.
 CASES = {
-    "one machine": ("RMSprop", 2, None, "step"),
     "three ranks": ("Muon", 3, None, "step"),
     "all parameters together": ("Sum", 2, None, "step"),
     "in backward": ("RMSprop", 2, None, "backward"),
     "replicas": ("RMSprop", 2, 2, "step"),
-    "machines that divide the state": ("Muon", 2, "ab", "step"),
     "machines that divide the state, in backward": ("RMSprop", 2, "ab", "backward"),
-    "two ranks on each of two machines": ("RMSprop", 4, "aabb", "step"),
+    "two ranks on each of two machines": ("Muon", 4, "aabb", "step"),
 }
 
 

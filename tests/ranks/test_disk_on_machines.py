@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -16,28 +14,22 @@ import torch
 import torch.distributed as dist
 
 import streamer
-from streamer.backends.direct_io import System
 from streamer.engine.handle import wrapped
 from streamer.store import on_disk
 from tests.on_disk import least_of
 from tests.ranks import test_disk
 from tests.ranks import test_disk_use as use
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Arrays, arrays, backward, equal, model, noting_disk, run
-from tests.ranks.test_checkpoint import held
-from tests.ranks.test_disk import ALL, BF16, CASES, CHUNK, STATE, disks, in_group
+from tests.ranks.programs import Arrays, arrays, equal, model, noting_disk, run
+from tests.ranks.test_disk import BF16, CASES, CHUNK, STATE, in_group
 
-#: How many layers there are, beside `ALL` and `STATE`: so many are more than the rings of one rank take.
+#: How many layers there are, beside `STATE`: so many are more than the rings of one rank take.
 MORE = 4
-#: Machines as `everyone` has them, replicas or such that divide the state, and what is trained on them, with
-#: how many layers: of more than `STATE` the weights are on disk, too.
-MACHINES: dict[str, tuple[int, int | str, str, int]] = {
-    "two that divide": (2, "ab", "in backward, keep", MORE),
-    "two of two that divide": (4, "aabb", "in backward, keep", STATE),
-    "two replicas": (2, 2, "scaler", STATE),
+#: Ranks, their machines as `everyone` has them, which divide the state or are replicas, and what is trained.
+MACHINES: dict[str, tuple[int, int | str, str]] = {
+    "two of two that divide": (4, "aabb", "in backward, keep"),
+    "two replicas": (2, 2, "scaler"),
 }
-#: What sums of several gradients take, besides. Moments have the room first, and go to disk then.
-FOR_SUMS = 1_350_000
 
 
 def on_machines(rank: int, machines: int | str, work: Callable[..., Any], folder: str, *given: Any) -> Any:
@@ -51,53 +43,26 @@ def on_machines(rank: int, machines: int | str, work: Callable[..., Any], folder
 def train(rank: int, folder: str, name: str) -> tuple[Any, Any, dict[str, int]]:
     """What training leads to without a disk, and with one; what was on disk in the end."""
     on_disk.CHUNK_ELEMENTS = CHUNK
-    _, _, case, layers = MACHINES[name]
+    _, _, case = MACHINES[name]
     _, options, given = CASES[case]
     ends = []
     for where in (None, folder):
-        among = in_group(where, options, layers=layers)
+        among = in_group(where, options, layers=STATE)
         with noting_disk() as there:
-            ends.append(run([[rank]], among, divisor=1, layers=layers, **given))
+            ends.append(run([[rank]], among, divisor=1, layers=STATE, **given))
     return ends[0], ends[1], there[-1]
 
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_what_is_on_the_disks_of_machines_changes_nothing(name: str, tmp_path: Path) -> None:
-    size, machines, _, layers = MACHINES[name]
+    size, machines, _ = MACHINES[name]
     answers = run_ranks(size, on_machines, machines, train, str(tmp_path), name)
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
     for in_memory, (norms, gradients, state), there in answers:
         assert "exp_avg" in there
-        assert ("weights" in there) == (layers > STATE)
         assert norms == in_memory[0]
         equal(gradients, in_memory[1])
         equal(state, in_memory[2])
-
-
-def move(rank: int, folder: str) -> list[tuple[list[bool], Arrays]]:
-    """Whether moments are on disk after a step of one backward, and after one of two; what they lead to."""
-    on_disk.CHUNK_ELEMENTS = CHUNK
-    found = []
-    for where in (None, folder):
-        given = in_group(where, BF16, layers=STATE, more=FOR_SUMS)
-        made = streamer.wrap(model(layers=STATE), **{"layers": "layers", "device": "cpu", **given})
-        optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
-        are_there = []
-        for step, backwards in enumerate((1, 2)):
-            for number in range(backwards):
-                backward(made, step, 2 * number + rank, 1, None)
-            optimizer.step()
-            optimizer.zero_grad()
-            are_there.append("exp_avg" in streamer.stats(made).disk_bytes)
-        found.append((are_there, held(made, optimizer)))
-        streamer.unwrap(made)
-    return found
-
-
-def test_moments_that_machines_divide_make_room_for_sums(tmp_path: Path) -> None:
-    for (_, in_memory), (are_there, there) in run_ranks(2, on_machines, "ab", move, str(tmp_path)):
-        assert are_there == [False, True]
-        equal(there, in_memory)
 
 
 def begin(rank: int, folder: str) -> list[Arrays]:
@@ -181,67 +146,22 @@ def on_disk_of_one(options: dict[str, Any], folder: str) -> dict[str, int]:
     return dict(wrapped(made).executor.disk_bytes())
 
 
-def has_no_room(rank: int, folder: str) -> None:
-    """The disk of the second machine has none. Nobody writes to the other one's."""
-
-    def allocate(*given: int) -> None:
-        if rank >= dist.get_world_size() // 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        os.posix_fallocate(*given)
-
-    def write(*_: Any) -> int:
-        raise AssertionError("it is known that there is no room")
-
-    given = in_group(folder, BF16)
-    given["disk"] = disks(folder, system=System(allocate=allocate, pwritev=write))
-    streamer.wrap(model(layers=ALL), **{"layers": "layers", "device": "cpu", **given})
-
-
 def write_fails(rank: int, folder: str) -> None:
     use.faulty(rank, folder, use.of_rank_1(rank, "write", use.fail), update="backward")
 
 
-def has_no_folder(rank: int, folder: str) -> None:
-    given = in_group(folder, BF16) | ({"disk": f"{folder}/nowhere"} if rank else {})
-    streamer.wrap(model(layers=ALL), **{"layers": "layers", "device": "cpu", **given})
-
-
-THERE = r"\(machine 1, '.+'\)$"
-TOLD: dict[str, tuple[Callable[[int, str], None], int, str, str]] = {
-    "no room": (
-        has_no_room,
-        4,
-        rf"RanksError: allocating scratch files has failed on rank 2: DiskError: .*has no room.* {THERE}",
-        "DiskError: .*has no room",
-    ),
-    "no folder": (
-        has_no_folder,
-        2,
-        rf"RanksError: rank 1 has failed: DiskError: .*no such folder.* {THERE}",
-        "DiskError: .*no such folder",
-    ),
-    "a write fails": (
-        write_fails,
-        2,
-        rf"RanksError: rank 1 has failed: DiskError: disk=.*writing .* failed .*error.* {THERE}",
-        "(DiskError: disk|RanksError: rank 1 has failed: DiskError: disk)=.*writing .* failed .*error",
-    ),
-}
-
-
-def ends(rank: int, folder: str, name: str) -> str:
+def ends(rank: int, folder: str) -> str:
     try:
-        TOLD[name][0](rank, folder)
+        write_fails(rank, folder)
     except (OSError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-@pytest.mark.parametrize("name", TOLD)
-def test_all_are_told_which_machine_has_no_disk_any_more(name: str, tmp_path: Path) -> None:
-    _, size, others, mine = TOLD[name]
-    letters = "a" * (size // 2) + "b" * (size // 2)
-    for rank, told in enumerate(run_ranks(size, on_machines, letters, ends, str(tmp_path), name)):
-        assert re.match(mine if rank == size // 2 else others, told), told
-        assert "\n" not in told
+def test_all_are_told_which_machines_disk_fails(tmp_path: Path) -> None:
+    other, own = run_ranks(2, on_machines, "ab", ends, str(tmp_path))
+    failed = r"RanksError: rank 1 has failed: DiskError: disk=.*writing .* failed .*error"
+    assert re.match(rf"{failed}.* \(machine 1, '.+'\)$", other), other
+    assert re.match(rf"(DiskError: disk=.*writing .* failed .*error|{failed})", own), own
+    assert "\n" not in other + own
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []

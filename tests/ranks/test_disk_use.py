@@ -55,9 +55,7 @@ def go(
     """Go on from a checkpoint if there is one, make ``steps`` if there are any, save in the middle: the
     weights and moments before and after them."""
     made, optimizer = ready(folder)
-    rings = dist.get_world_size() if dist.is_initialized() else 1
-    # of so few layers the weights take no more memory than the rings of three ranks
-    assert ("weights" in streamer.stats(made).disk_bytes) == (folder is not None and rings < 3)
+    assert ("weights" in streamer.stats(made).disk_bytes) == (folder is not None)
     torch.manual_seed(rank)
     before: Arrays = {}
     if start is not None:
@@ -86,11 +84,9 @@ def test_checkpoints_know_neither_ranks_nor_disks(tmp_path: Path) -> None:
     (_, whole), (resumed, _) = by_rank[0]
     for _, end in (end for ends in by_rank for end in ends):
         equal(end, whole)
-    # a run without ranks, and without a disk, goes on from it, and more ranks from the one that it writes
-    before, alone = go(0, None, [1], saved, str(tmp_path / "alone"), True)
+    # a run without ranks, and without a disk, goes on from it
+    before, _ = go(0, None, [], saved, None, True)
     equal(before, resumed)
-    for before, _ in run_ranks(3, go, folder, [], str(tmp_path / "alone"), None, True):
-        equal(before, alone)
 
 
 CPU = Machine("cpu", 1e12, 1e10, 1e10, 1e10, 1 << 40, 1 << 40, kind="cpu", ranks=2)

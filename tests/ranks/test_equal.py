@@ -14,7 +14,7 @@ from tests.ranks.programs import CASES, IN_BACKWARD, SEVERAL, Arrays, Case, equa
 
 ALL: dict[str, Case] = {**CASES, **IN_BACKWARD, **SEVERAL}
 #: Cases whose ranks also copy a part of each layer, and gather the others'.
-GATHERED = ("keep, frozen in bf16", "offloaded, 8-bit moments", "in backward, 8-bit moments")
+GATHERED = ("offloaded, 8-bit moments", "in backward, 8-bit moments")
 
 
 # all cases of two ranks in one test: their ranks run once, and tests of several processes would each run them

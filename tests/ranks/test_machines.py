@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ from tests.ranks.test_equal import (
 #: does alone has been tried.
 MESHES = {
     "2x1": (2, 1, ["scaler", "several in bf16", "in backward, frozen"]),
-    "2x2": (2, 2, ["keep, frozen in bf16", "in backward, 8-bit moments"]),
+    "2x2": (2, 2, ["in backward, 8-bit moments"]),
 }
 #: As many ranks of a group whose machines divide the state.
 DIVIDED = {"2x1": "ab", "2x2": "aabb"}
@@ -58,8 +58,7 @@ def test_ranks_of_a_mesh_equal_one_process(mesh: str) -> None:
             with naming(name):
                 agree_and_have_the_gradient_of_one_process(of_ranks, name)
     if here > 1:  # these ranks gather weights too
-        first, *others = names
-        cases = gathered([first]) | {name: ALL[name] for name in others}
+        cases = gathered(names)
     train_as_replicas_do(found, DIVIDED[mesh], cases)
 
 
@@ -297,24 +296,28 @@ def reads_alone(rank: int) -> str:
         model(), layers="layers", device="cpu", dtype=torch.bfloat16, process_group=everyone("ab")
     )
     optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
+    backward(made, 0, rank, 1, None)
+    optimizer.step()
+    optimizer.zero_grad()
+    store = dist.distributed_c10d._get_default_store()
     try:
-        for step in range(2):
-            backward(made, step, rank, 1, None)
-            optimizer.step()
-            optimizer.zero_grad()
-            if not rank:
-                optimizer.state[made.layers[1].up.weight]["exp_avg"].sum()
+        if rank:
+            store.wait(["read"], timedelta(seconds=60))
+            backward(made, 1, rank, 1, None)
+        else:
+            optimizer.state[made.layers[1].up.weight]["exp_avg"].sum()
     except RanksError as error:
         return str(error)
+    finally:
+        store.set("read", "")
     return ""
 
 
 def test_a_rank_that_reads_a_divided_moment_alone_is_told() -> None:
     reader, other = run_ranks(2, reads_alone, timeout=3.0)
     late = "rank 1 did not come within 3 s to: reading exp_avg of 'layers.1' from all machines"
-    assert late in (reader, other)
-    assert re.match("rank [01] did not come within 3 s", reader), reader
-    assert re.match("rank [01] did not come within 3 s", other), other
+    assert reader.startswith(late), reader
+    assert late in other, other
 
 
 def wrap_fails_late(rank: int) -> tuple[str, list[str], Arrays]:

@@ -174,3 +174,21 @@ def test_what_ranks_write_is_written_once() -> None:
                 np.testing.assert_allclose(
                     first[1][key], value, rtol=tolerance, atol=tolerance, err_msg=where
                 )
+
+
+def keeps_gradients(rank: int) -> str:
+    """The error of a backward while the memory of dropped gradients is kept, which ranks share."""
+    made = streamer.wrap(model(), layers="layers", process_group=everyone(), device="cpu")
+    backward(made, 0, rank, 1, None)
+    kept = [param.grad.detach() for param in made.parameters() if param.grad is not None]
+    before = [each.clone() for each in kept]
+    made.zero_grad()
+    try:
+        backward(made, 0, rank, 1, None)
+    except RuntimeError as error:
+        return str(error)
+    return "kept" if all(map(torch.equal, kept, before)) else "overwritten"
+
+
+def test_gradients_that_are_kept_are_refused() -> None:
+    assert all("keep copies (.clone())" in told for told in run_ranks(2, keeps_gradients))

@@ -64,7 +64,6 @@ def always(seconds: float) -> Delay:
         ((Lane.DISK_READ,), "step", "float32"),
         ((Lane.DISK_WRITE,), "backward", "bfloat16"),
         ((Lane.HOST,), "backward", "bfloat16"),
-        ((Lane.H2D,), "step", "float32"),
         (DISK, "step", "float32"),
     ],
     ids=str,
@@ -76,7 +75,7 @@ def test_a_slow_lane_changes_nothing(
     assert_equal(trained(update, state_dtype, tmp_path, delays), undisturbed(update, state_dtype))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_delays_change_nothing(tmp_path: Path, seed: int) -> None:
     update = ("step", "backward")[seed % 2]
     state_dtype = ("float32", "bfloat16", "int8")[seed % 3]

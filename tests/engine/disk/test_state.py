@@ -47,6 +47,7 @@ class Case:
     without: bool  # parameters have no gradient in some steps
     frozen: bool
     tied: bool
+    activations: str
     num_slots: int
     folders: int
 
@@ -75,7 +76,8 @@ CHOICES: dict[str, Sequence[Any]] = {
     "without": [False, True],
     "frozen": [False, True],
     "tied": [False, True],
-    "num_slots": [2, 1],
+    "activations": ["recompute", "keep"],
+    "num_slots": [2, 1, 4],
     "folders": [1, 2],
 }
 
@@ -134,6 +136,7 @@ def wrapped_as(case: Case, folder: Path | None) -> Iterator[nn.Module]:
         dtype=case.dtypes[0],
         update=case.update,
         grad_dtype=case.grad_dtype,
+        activations=case.activations,
         num_slots=case.num_slots,
         micro_batch_size=case.micro_batch_size,
         **options,

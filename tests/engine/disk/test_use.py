@@ -110,6 +110,13 @@ def writes_weights(model: nn.Module, folder: Path | None) -> Any:
     alias = model.layers[3].down.weight.data  # type: ignore[union-attr]
     for number in range(STEPS):
         seen.append(a_step(model, optimizer, number))
+        held = model.layers[2].up.weight.detach()  # type: ignore[union-attr]
+        if number == 3:
+            sum(param.float().sum() for param in model.parameters())
+            held.sub_(0.125)  # other layers have been read since
+            model.layers[1].down.weight.data.add_(0.25)  # type: ignore[union-attr]
+            with torch.no_grad():
+                model.layers[3].side.weight[2].add_(1.0)  # type: ignore[union-attr]
         streamer.synchronize(model)
         with torch.no_grad():
             if number == 1:

@@ -150,17 +150,6 @@ def test_what_adds_little_to_large_hidden_states_is_refused(causal: bool, dtype:
     assert_as_plain(model, lambda model: model(30 * BATCH_FIRST.to(dtype)), **CLOSE, **options)
 
 
-def test_the_batch_in_the_first_dimension_is_right() -> None:
-    options = {"layers": "layers", "micro_batch_size": 2}
-    assert_as_plain(encoder(batch_first=True), partial(step_on, BATCH_FIRST), **CLOSE, **options)
-
-
-def test_a_list_that_is_not_cut_is_plain_to_the_bit() -> None:
-    options = {"layers": "layers", "micro_batch_size": 2}
-    model = encoder(dropout=0.1)
-    assert_as_plain(model, partial(step_on, TIME_FIRST), batch_dims={"layers": None}, **options)
-
-
 def test_each_list_has_a_dimension_of_its_own() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

@@ -58,7 +58,7 @@ def uncompiled(activations: str) -> History:
     return train_streamed(tiny_gpt(2), steps=3, activations=activations, **LAYERS)
 
 
-@pytest.mark.parametrize(("activations", "num_slots"), [("recompute", 1), ("keep", 2)])
+@pytest.mark.parametrize(("activations", "num_slots"), [("keep", 1)])
 def test_one_compilation_serves_all_layers_with_the_same_numbers(activations: str, num_slots: int) -> None:
     """Those that dropout draws too."""
     compiled, model = CompileCounterWithBackend("aot_eager"), tiny_gpt(3, dropout=0.2)
@@ -182,7 +182,6 @@ def train_compiled(
     ("compile", "is_wrapped", "activations"),
     [
         (around, True, "recompute"),
-        (around, False, "keep"),
         (layers_in_place, True, "recompute"),
         (layers, False, "keep"),
         (loss_alone, True, "recompute"),

@@ -488,34 +488,6 @@ def test_one_of_several_outputs_may_be_written_in_place(activations: str) -> Non
     assert_equal(*found)
 
 
-CONTEXTS = [torch.enable_grad, torch.no_grad, torch.inference_mode]
-
-
-@pytest.mark.parametrize(("context", "activations"), in_turn(CONTEXTS, ["recompute", "keep"]))
-def test_an_input_that_a_layer_returns_is_the_users_own_tensor(activations: str, context: Any) -> None:
-    options = {"layers": "blocks", "activations": activations}
-    with streamed(Mixing(its_input_and_a_view_of_it), **options) as model, context():
-        x = inputs()
-        out, same, view = model.blocks[0](x)
-        assert same is x
-        assert torch.equal(view, x[:, : D // 2])
-        assert out is not x
-
-
-class Skipping(Layer):
-    """Lets its input through, as a layer that is dropped does."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-@ALL_POLICIES
-def test_a_layer_that_only_passes_its_input_on(activations: str) -> None:
-    model = plain_layers()
-    model.blocks[1] = Skipping(D)
-    assert_as_plain(model, trained, layers="blocks", activations=activations)
-
-
 # --- containers -----------------------------------------------------------------------------------------
 
 

@@ -18,9 +18,7 @@ from tests.reference import (
     POLICIES,
     LossOf,
     assert_as_plain,
-    assert_equal,
     assert_parity,
-    flat,
     gradients,
     in_turn,
     streamed,
@@ -390,26 +388,3 @@ def test_a_wrapped_model_in_a_larger_one(optimizers: Optimizers) -> None:
     assert list(actual) == list(weights)
     for name, value in weights.items():
         torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-5, msg=name)
-
-
-def zeroing(model: nn.Module) -> tuple[Larger, streamer.AdamW]:
-    """A larger model, and the optimizer of the wrapped ``model`` in it, whose update is on its way."""
-    larger, optimizer = Larger(model), streamer.AdamW(model.parameters())
-    loss_on(larger, 0).backward()
-    optimizer.step()
-    return larger, optimizer
-
-
-def test_gradients_that_a_larger_model_zeroes_while_updates_read_them() -> None:
-    def train(*, wait: bool) -> dict[str, torch.Tensor]:
-        slow = ThreadBackend(delays={Lane.HOST: lambda: 0.02})
-        with streamed(Stack(Residual), layers="blocks", backend=slow) as model:
-            larger, optimizer = zeroing(model)
-            if wait:
-                streamer.synchronize(model)
-            larger.zero_grad(set_to_none=False)
-            loss_on(larger, 0).backward()
-            optimizer.step()
-            return flat(model.state_dict())
-
-    assert_equal(train(wait=False), train(wait=True))

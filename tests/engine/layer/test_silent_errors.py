@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import streamer
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from tests.engine.layer.common import Layer, Stack
@@ -87,41 +86,6 @@ def test_a_tensor_from_outside_that_several_layers_use(activations: str) -> None
 
     match = r"layer 'blocks\.1' .*uses a tensor that is not an argument.*\(pass the tensor"
     assert_refused(net(), use, match, RuntimeError, activations=activations, **BLOCKS)
-
-
-def unscaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(square(model)).backward()
-    scaler.unscale_(optimizer)
-
-
-def written_behind_autograd(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    square(model).backward()
-    model.blocks[1][0].weight.grad.data.mul_(1000)
-
-
-@pytest.mark.parametrize("change", [unscaled, written_behind_autograd])
-def test_the_norm_of_gradients_that_were_written_behind_autograd(change: Any) -> None:
-    with streamed(net(), **BLOCKS) as model:
-        optimizer = streamer.AdamW(model.parameters())
-        change(model, optimizer)
-        expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        actual = streamer.clip_grad_norm_(model, 1e9)
-        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("factor", [None, 0.5])
-def test_a_gradient_that_was_made_nan_behind_autograd(factor: float | None) -> None:
-    """Also after it was multiplied, as clipping does, which leaves it finite."""
-    with streamed(net(), **BLOCKS) as model:
-        optimizer = streamer.AdamW(model.parameters(), skip_nonfinite=False)
-        square(model).backward()
-        gradient = model.blocks[1][0].weight.grad
-        if factor is not None:
-            gradient.mul_(factor)
-        torch.from_dlpack(torch.utils.dlpack.to_dlpack(gradient)).fill_(torch.nan)
-        with pytest.raises(RuntimeError, match="nothing was updated"):
-            optimizer.step()
 
 
 def test_a_penalty_on_the_weights_of_layers() -> None:

@@ -155,20 +155,6 @@ def moved_in_training(layers: int, slots: int, *, backwards: int = 1, update: st
     return _mean_moved(model, step, warmup=2, count=1)
 
 
-def moved_in_inference(layers: int, slots: int) -> Fraction:
-    """Layers copied to the device in a forward without gradients."""
-    with torch.device("meta"):
-        model, inputs = Stack(layers), torch.empty(4, WIDTH)
-    streamer.wrap(model, layers="layers", num_slots=slots, backend=VirtualBackend(H200))
-
-    @torch.no_grad()
-    def infer() -> None:
-        model(inputs)
-
-    # what is copied in a pass repeats after layers - 2 passes
-    return _mean_moved(model, infer, warmup=layers, count=max(1, layers - 2))
-
-
 def _mean_moved(model: nn.Module, run: Callable[[], None], *, warmup: int, count: int) -> Fraction:
     executor = wrapped(model).executor
     moved = []

@@ -14,7 +14,6 @@ from torch import nn
 import streamer
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.handle import wrapped
-from streamer.engine.schedule.op import Op, OpKind
 from streamer.store.purposes import SUMS
 from tests.optim.masters import master
 from tests.reference import LossOf, gradients, language_loss, streamed, tiny_gpt
@@ -221,19 +220,6 @@ def test_optimizers_of_pytorch_step_with_the_fp32_sums() -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         found = {name: master(param) for name, param in model.named_parameters()}
         torch.testing.assert_close(found, dict(plain.named_parameters()), rtol=0, atol=0)
-
-
-def test_accumulation_moves_no_weight_that_the_forwards_do_not_need(issued: list[Op]) -> None:
-    with in_bf16() as model:
-        streamer.AdamW(model.parameters())
-        backwards(model, range(2))
-        issued.clear()
-        backwards(model, range(2, 5))
-        kinds = [op.kind for op in issued]
-        # three layers through two slots: of four visits out and back two find the layer still there
-        assert kinds.count(OpKind.UNSHARD) == 3 * 2
-        assert kinds.count(OpKind.ACCUMULATE) == kinds.count(OpKind.OFFLOAD_GRAD) == 3 * 3
-        assert OpKind.STEP not in kinds and OpKind.NORM not in kinds
 
 
 def test_no_room_for_sums_is_said_and_what_was_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ import streamer
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.handle import wrapped
-from tests.ranks.common import run_ranks
 from tests.reference import assert_trains_alike, language_loss, one_step, streamed, tiny_gpt
 
 KEEP: dict[str, Callable[[Any], Any]] = {
@@ -101,23 +100,6 @@ def test_a_gradient_that_cannot_have_other_memory_is_refused() -> None:
         before = [each.clone() for each in kept]
         language_loss(model, 1).backward()
         assert all(map(torch.equal, kept, before))
-
-
-def _kept_by_ranks(rank: int) -> str:
-    model = streamer.wrap(gpt(), process_group=torch.distributed.group.WORLD, device="cpu")
-    language_loss(model, rank).backward()
-    kept = [param.grad.detach() for param in model.parameters()]
-    before = [each.clone() for each in kept]
-    model.zero_grad()
-    try:
-        language_loss(model, rank).backward()
-    except RuntimeError as error:
-        return str(error)
-    return "kept" if all(map(torch.equal, kept, before)) else "overwritten"
-
-
-def test_ranks_refuse_it() -> None:
-    assert all("keep copies (.clone())" in told for told in run_ranks(2, _kept_by_ranks))
 
 
 def test_memory_that_is_kept_counts_and_is_warned_of() -> None:

@@ -1,4 +1,4 @@
-"""Waits: each edge by itself, then every interleaving that the waits of real training steps allow."""
+"""Waits: interleavings that the waits of real training steps allow."""
 
 from __future__ import annotations
 
@@ -20,11 +20,8 @@ from streamer.backends.disk import Disks, Scratch
 from streamer.backends.thread import ThreadBackend
 from streamer.backends.virtual import VirtualEvent
 from streamer.engine.handle import wrapped
-from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Hazards, Issuer
-from streamer.engine.schedule.op import ROOT, Op, OpKind, Place
-
-# --- one edge at a time -------------------------------------------------------------------------------
+from streamer.engine.schedule.op import Op, OpKind, Place
 
 
 def numbers_of_waits(program: Sequence[Op], hazards: Hazards) -> list[tuple[int, ...]]:
@@ -37,82 +34,6 @@ def numbers_of_waits(program: Sequence[Op], hazards: Hazards) -> list[tuple[int,
         hazards.record(op, event)
         numbers[event] = number
     return waits
-
-
-def waits_of(program: Sequence[Op], **flags: bool) -> list[list[str]]:
-    """For every op of ``program``, the ops that it waits for, as they print."""
-    return [[str(program[n]) for n in waits] for waits in numbers_of_waits(program, Hazards(**flags))]
-
-
-STEP, SYNC = ops.step(0, ops.gradient(0), 1), ops.sync((ops.gradient(0),))
-UNSHARD, UNSHARD_OTHER = ops.unshard(0, 0, 1), ops.unshard(1, 0, 1)
-OFFLOAD, OFFLOAD_AGAIN = (ops.offload_grad(0, slot, ops.gradient(0), 1) for slot in (0, 1))
-FORWARD, BACKWARD, NORM = ops.forward(0, 0), ops.backward(0, 0, 0), ops.norm(0, 1)
-
-EDGES: dict[str, tuple[list[Op], list[list[str]]]] = {
-    "a read waits for the last write": (
-        [STEP, STEP, UNSHARD, FORWARD],
-        [[], [], ["0STEP"], ["0UNSHARD@0"]],
-    ),
-    "a write waits for the reads since the last write": (
-        [UNSHARD, FORWARD, UNSHARD_OTHER, ops.forward(1, 0)],
-        [[], ["0UNSHARD@0"], ["0F@0"], ["1UNSHARD@0"]],
-    ),
-    # nobody has read unit 1, and H2D keeps its own order
-    "a write forgets the reads before it": (
-        [UNSHARD, FORWARD, UNSHARD_OTHER, ops.unshard(2, 0, 1)],
-        [[], ["0UNSHARD@0"], ["0F@0"], []],
-    ),
-    "the last read of a lane stands for all": (
-        [UNSHARD, FORWARD, BACKWARD, UNSHARD_OTHER],
-        [[], ["0UNSHARD@0"], ["0UNSHARD@0"], ["0B@0"]],
-    ),
-    "reads on several lanes are all waited for": (
-        [OFFLOAD, STEP, SYNC, OFFLOAD_AGAIN],
-        [[], ["0OFFLOAD_GRAD@0"], ["0OFFLOAD_GRAD@0"], ["0STEP", "SYNC"]],
-    ),
-    "no wait within a lane": (
-        [OFFLOAD, NORM, ops.accumulate(0, 0, 1), NORM],
-        [[], ["0OFFLOAD_GRAD@0"], ["0OFFLOAD_GRAD@0"], []],
-    ),
-    # one op wrote both of what another reads
-    "an op waits for each event once": (
-        [ops.root_forward(), Op(OpKind.UNSHARD, 0, 0, (ops.grad_slot(ROOT), ops.grad_slot(ROOT)))],
-        [[], ["rootF"]],
-    ),
-    "other places and kinds do not meet": (
-        [UNSHARD, ops.forward(1, 1), ops.backward(1, 1, 0), UNSHARD_OTHER],
-        [[], [], [], []],
-    ),
-    # [Note: hazards] the one place with two writing lanes
-    "an added gradient is waited for as a read": (
-        [OFFLOAD, ops.offload_grad(0, 1, ops.staging(1), 1), ops.accumulate(0, 1, 1), OFFLOAD],
-        [[], [], ["0OFFLOAD_GRAD@1", "0OFFLOAD_GRAD@0"], ["0ACCUMULATE@1"]],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", EDGES)
-def test_waits(name: str) -> None:
-    program, waits = EDGES[name]
-    assert waits_of(program) == waits
-
-
-def test_the_flags_drop_one_kind_of_wait_each() -> None:
-    program = [ops.unshard(0, 0, 1), ops.forward(0, 0), ops.unshard(1, 0, 1)]
-    assert waits_of(program) == [[], ["0UNSHARD@0"], ["0F@0"]]
-    assert waits_of(program, read_after_write=False) == [[], [], ["0F@0"]]
-    assert waits_of(program, write_after_read=False) == [[], ["0UNSHARD@0"], []]
-
-
-def test_written() -> None:
-    hazards = Hazards()
-    op = ops.unshard(0, 1, 1)
-    hazards.record(op, VirtualEvent(op.lane, Span(0, 0, 0)))
-    assert hazards.written() == [ops.weight_slot(1)], "what was only read has nothing to wait for"
-
-
-# --- real steps ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

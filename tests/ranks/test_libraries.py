@@ -1,10 +1,11 @@
-"""Other people's trainers, with two processes as torchrun starts them: what they train is what they train in
-one process with batches twice as large.
+"""Other libraries on two ranks, started as by torchrun: trainers, and adapters on a quantized base, give the
+weights of one process with batches twice as large.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +22,7 @@ import streamer
 from tests.ranks.common import listening, run_ranks
 from tests.ranks.programs import Arrays, arrays
 
-REQUIRED = ("transformers", "accelerate", "lightning")
+REQUIRED = ("transformers", "accelerate", "lightning", "torchao", "bitsandbytes")
 STEPS, BATCH, TIME, WORDS = 2, 4, 8, 32
 
 
@@ -120,8 +121,39 @@ def by_lightning(folder: str, size: int) -> nn.Module:
 TRAINERS: tuple[Callable[[str, int], nn.Module], ...] = (by_accelerate, by_trainer, by_lightning)
 
 
+QUANTIZED = "torchao int8", "bitsandbytes nf4"
+
+
+def on_quantized_base(kind: str, size: int) -> tuple[Arrays, int]:
+    """The adapters after some steps, and the bytes of the weights in host memory."""
+    # takes seconds to import
+    from tests.quantized import LAYERS, llama
+
+    model = llama(kind)
+    group = dist.group.WORLD if size > 1 else None
+    streamer.wrap(model, layers=LAYERS, device="cpu", process_group=group, grad_dtype=None)
+    adapters = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    optimizer = streamer.AdamW(adapters.values(), lr=1e-2)
+    for step in range(STEPS):
+        for index in [dist.get_rank()] if size > 1 else range(2):
+            torch.manual_seed(100 * step + index)
+            tokens = torch.randint(0, 128, (2, 16))
+            loss = model(input_ids=tokens, labels=tokens).loss
+            (loss if size > 1 else loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    streamer.synchronize(model)
+    found = arrays(adapters)
+    weights = streamer.stats(model).host_bytes["weights"]
+    streamer.unwrap(model)
+    return found, weights
+
+
 #: What takes seconds to import.
-IMPORTS = ("transformers.models.llama.modeling_llama", "transformers.trainer", "lightning.pytorch")
+IMPORTS = (
+    *("transformers.models.llama.modeling_llama", "transformers.trainer", "lightning.pytorch"),
+    *("torchao.quantization", "bitsandbytes"),
+)
 
 
 def autocasts() -> str:
@@ -139,9 +171,12 @@ def autocasts() -> str:
     return ""
 
 
-def train(number: int, folder: str, place: Mapping[str, str]) -> tuple[list[Arrays], str]:
-    """What each of `TRAINERS` trains, and what `autocasts` is refused with. The first process trains alone,
-    the others are ranks."""
+Found = tuple[list[Arrays], list[tuple[Arrays, int]], str]
+
+
+def train(number: int, folder: str, place: Mapping[str, str]) -> Found:
+    """What each of `TRAINERS` trains and each kind of `QUANTIZED` base leads to, and what `autocasts` is
+    refused with. The first process trains alone, the others are ranks."""
     size, rank = (2, number - 1) if number else (1, 0)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     if size > 1:
@@ -149,22 +184,42 @@ def train(number: int, folder: str, place: Mapping[str, str]) -> tuple[list[Arra
         os.environ.update(place)
         dist.init_process_group("gloo")
     into = f"{folder}/{size}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantized = [on_quantized_base(kind, size) for kind in QUANTIZED]
     trained = [arrays(streamer.unwrap(train_by(into, size)).state_dict()) for train_by in TRAINERS]
-    return trained, autocasts() if number else ""
+    return trained, quantized, autocasts() if number else ""
 
 
-# all in one test: what they need is imported once
-@pytest.mark.skipif(not all(map(find_spec, REQUIRED)), reason=f"needs {', '.join(REQUIRED)}")
-def test_trainers_train_as_in_one_process(tmp_path: Path) -> None:
-    """What a trainer would have to put around the model is refused."""
+# for all tests: what they need is imported once
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """What `train` returns in the process that trains alone, and on both ranks."""
+    if not all(map(find_spec, REQUIRED)):
+        pytest.skip(f"needs {', '.join(REQUIRED)}")
     _store, place = listening()
-    found, refused = zip(*run_ranks(3, train, str(tmp_path), place, kind=None, imports=IMPORTS), strict=True)
-    for train_by, expected, first, second in zip(TRAINERS, *found, strict=True):
+    return run_ranks(3, train, str(tmp_path_factory.mktemp("run")), place, kind=None, imports=IMPORTS)
+
+
+def test_trainers_train_as_in_one_process(found: list[Found]) -> None:
+    for train_by, expected, first, second in zip(TRAINERS, *(each[0] for each in found), strict=True):
         assert expected.keys() == first.keys()
         for name, value in expected.items():
             told = f"{train_by.__name__}: {name}"
             assert (first[name] == second[name]).all(), told
             np.testing.assert_allclose(first[name], value, rtol=1e-4, atol=1e-5, err_msg=told)
-    for answer in refused[1:]:
+
+
+def test_adapters_on_a_quantized_base_equal_those_of_one_process(found: list[Found]) -> None:
+    """To the bit. Ranks share the base."""
+    for kind, (alone, weights), *of_ranks in zip(QUANTIZED, *(each[1] for each in found), strict=True):
+        for adapters, on_rank in of_ranks:
+            assert on_rank <= weights
+            for name, value in alone.items():
+                np.testing.assert_array_equal(adapters[name], value, err_msg=f"{kind}: {name}")
+
+
+def test_what_a_trainer_would_put_around_the_model_is_refused(found: list[Found]) -> None:
+    for *_, answer in found[1:]:
         assert answer.startswith("mixed_precision='bf16'")
         assert "pass streamer.wrap dtype=torch.bfloat16" in answer
