@@ -212,16 +212,9 @@ def quantize_weights(
         if scheme.most_values is not None and param.numel() >= scheme.most_values:
             raise ValueError(
                 f"quantize={word!r}: '{name}' has {param.numel()} values, and {scheme.library} dequantizes "
-                f"fewer than {scheme.most_values} at once: give quantize='int8', or a skip= that is found in "
+                f"fewer than {scheme.most_values} at once: set quantize='int8', or skip= to a pattern of "
                 "its name"
             )
-    whole = sum(param.numel() for param in {p for _, layer in layers for p in layer.parameters()})
-    part = sum(param.numel() for param in chosen.values())
-    if 2 * part < whole and not patterns:
-        warn(
-            f"quantize= takes the weights of linear modules and experts, {100 * part / whole:.0f} % of what "
-            "is in the layers; the rest stays as it is"
-        )
     for_inputs = dtype or next(iter(chosen.values())).dtype
     for name, param in chosen.items():
         quantized = _quantizing(param, _is_transposed(linear.get(name)), scheme, tensors, dtype)

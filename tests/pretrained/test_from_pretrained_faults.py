@@ -229,12 +229,9 @@ def test_an_argument_that_cannot_be_honoured(
     is_refused(llama, match, monkeypatch, **options)
 
 
-def test_the_transformers_library_is_missing_or_old(
+def test_the_transformers_library_is_missing(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(sys.modules["transformers"], "__version__", "5.0.0")
-        is_refused(llama, r"this is transformers 5\.0\.0, and 5\.1 or newer is needed", patch)
     monkeypatch.setitem(sys.modules, "transformers", None)
     is_refused(llama, r"need the transformers library: pip install 'layer-streamer\[hf\]'", monkeypatch)
     save_file(untied().state_dict(), tmp_path / FILE)
