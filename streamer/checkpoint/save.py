@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -14,8 +13,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import safetensors
 import torch
 from torch import nn
 
@@ -269,7 +266,8 @@ class _Content:
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of ``step``, once all files are written."""
-        return Manifest(step, self.entries, self.values, _written_by())
+        written_by = {"streamer": __version__, "torch": torch.__version__}
+        return Manifest(step, self.entries, self.values, written_by)
 
     def of_unit(self, unit: Unit, shard: HostShard, *, on_host: bool) -> Files:
         """A unit's files from ``shard``, its own or a copy; kernels run if ``on_host``, on the HOST lane."""
@@ -375,9 +373,7 @@ def _weight(slice: Slice, shard: HostShard, backend: Backend | None) -> Piece:
     """The whole of a parameter. Kernels compute its master on the HOST lane of ``backend``, if there is one;
     else PyTorch does, on the calling thread."""
     if not slice.param.trainable or slice.dtype == torch.float32:
-        if shard.is_out:
-            return Piece(slice.param.name, slice.dtype, slice.param.shape, partial(shard.weight_of, slice))
-        return Piece.of(slice.param.name, slice.view(shard.weight))
+        return Piece(slice.param.name, slice.dtype, slice.param.shape, partial(shard.weight_of, slice))
     read: Callable[[], torch.Tensor] = partial(shard.joined, slice)
     if backend is not None:
         read = partial(backend.on_host, partial(shard.exact, slice))
@@ -385,12 +381,8 @@ def _weight(slice: Slice, shard: HostShard, backend: Backend | None) -> Piece:
 
 
 def _moment(slice: Slice, purpose: Purpose, shard: HostShard) -> Piece:
-    """A parameter's part of its moments; a moment on disk is read when it is written. The part of a divided
-    shard is counted, and not read."""
-    name = f"{slice.param.name}.{purpose.name}"
-    if not (shard.is_on_disk(purpose) or shard.is_divided):
-        return Piece.of(name, purpose.part(slice, shard[purpose]))
-    shape = purpose.shape(slice)
+    """A parameter's part of its moments."""
+    name, shape = f"{slice.param.name}.{purpose.name}", purpose.shape(slice)
     return Piece(name, purpose.dtype, shape, partial(shard.part, purpose, slice))
 
 
@@ -428,16 +420,6 @@ def _optimizer(
         groups.append({"params": names, "options": encode(options, put, "optimizer.param_groups")})
     dtype = str(optimizer.state_dtype).removeprefix("torch.")
     return {"class": "AdamW", "state_dtype": dtype, "groups": groups, "steps": steps}
-
-
-def _written_by() -> dict[str, str]:
-    return {
-        "streamer": __version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "safetensors": safetensors.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def check_owns(optimizer: AdamW, executor: Executor) -> None:
