@@ -120,8 +120,6 @@ FOLDERS: dict[str, tuple[Change, str]] = {
         "are quantized by gptq, which",
     ),
     "file is gone": (split(lambda folder, _: (folder / SECOND).unlink()), f"2 files .* missing: {SECOND}"),
-    "in no file": (split(lambda _, where: where.update(ghost=FIRST)), rf"has them: ghost \({FIRST}\)"),
-    "in another file": (split(lambda _, where: where.update({UP: FIRST})), rf"has them: {UP} \({FIRST}\)"),
     "no index": (split(lambda _, where: where.update(ghost=3)), r"index\.json: not an index of safetens"),
     "several": (two_files, r"neither .* is in it: name one of a\.safetensors, b\.safetensors"),
     "pickle": (pickled, r"in it, only pytorch_model\.bin: write the weights as safetensors"),
