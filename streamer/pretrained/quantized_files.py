@@ -165,6 +165,11 @@ def linear_in_4_bits(outputs: int, inputs: int, compute: torch.dtype, kind: str)
     return module
 
 
+def linear_without_values(outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
+    """A linear module of PyTorch, with its weight still to be set."""
+    return nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)
+
+
 def _blocks(scale: Stored, codes: Stored, block: Sequence[int], usual: torch.dtype) -> StoredQuantized:
     grid = tuple(-(-length // of_block) for length, of_block in zip(codes.shape, block, strict=False))
     if len(codes.shape) != 2 or scale.shape != grid or any(map(int.__mod__, codes.shape, block)):
@@ -181,7 +186,7 @@ def _blocks(scale: Stored, codes: Stored, block: Sequence[int], usual: torch.dty
         codes.shape,
         parts=parts,
         build=partial(_eight_bits, block=block),
-        linear=_linear,
+        linear=linear_without_values,
         block=tuple(block),
     )
 
@@ -390,12 +395,14 @@ def _take_tensors_of_torchao(found: dict[str, Stored], file: Path) -> None:
 
         without = build({part: _read(it, "meta") for part, it in parts.items()}, torch.float32)
         found[name] = StoredQuantized(
-            name, file, without.dtype, tuple(without.shape), parts=parts, build=build, linear=_linear
+            name,
+            file,
+            without.dtype,
+            tuple(without.shape),
+            parts=parts,
+            build=build,
+            linear=linear_without_values,
         )
-
-
-def _linear(outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
-    return nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)
 
 
 def usual_dtype(stored: Mapping[str, Stored]) -> torch.dtype | None:
