@@ -5,7 +5,7 @@ that `load` can check that the model has the same values.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -56,21 +56,3 @@ _IN_FILES: WeakKeyDictionary[WeightsOnDisk, dict[Slice, LeftOut]] = WeakKeyDicti
 def left_out(unit: Unit) -> Iterator[Slice]:
     """The parameters of ``unit`` that a checkpoint without frozen parameters does not hold."""
     return (slice for slice in unit.layout.slices if not slice.param.trainable)
-
-
-def differing(expected: dict[str, LeftOut], units: Iterable[tuple[Unit, HostShard]]) -> list[str]:
-    """Those of ``expected``, by name, that are trained here or have other values: the name and the difference
-    of each."""
-    found = []
-    for unit, shard in units:
-        for slice in unit.layout.slices:
-            there = expected.get(slice.param.name)
-            if there is None:
-                continue
-            if slice.param.trainable:
-                found.append(f"{slice.param.name} (trained here)")
-            elif there.dtype != (here := DTYPES[slice.dtype]):
-                found.append(f"{slice.param.name} ({there.dtype} there, {here} here)")
-            elif there != LeftOut.held(slice, shard):
-                found.append(f"{slice.param.name} (other values)")
-    return found

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamer.checkpoint.frozen import LeftOut, differing
+from streamer.checkpoint.frozen import LeftOut
 from streamer.checkpoint.manifest import Manifest
 from streamer.checkpoint.save import (
     BUFFERS,
@@ -31,7 +31,7 @@ from streamer.checkpoint.save import (
     check_owns,
     in_parts,
 )
-from streamer.checkpoint.tensors import Entry, reading, stored_buffers
+from streamer.checkpoint.tensors import DTYPES, Entry, reading, stored_buffers
 from streamer.checkpoint.values import decode, set_random_states
 from streamer.engine.handle import require_home, wrapped
 from streamer.engine.paging.executor import Executor
@@ -213,11 +213,22 @@ def _check_stored(files: _Files, executor: Executor) -> None:
 
 def _check_left_out(path: Path, left_out: dict[str, LeftOut], executor: Executor) -> None:
     """Raise CheckpointError unless frozen parameters that the checkpoint leaves out are unchanged here."""
-    units = [(unit, executor.shard(unit)) for unit in (*executor.units, executor.root)]
-    if found := differing(left_out, units):
+    differing = []
+    for unit in (*executor.units, executor.root):
+        for slice in unit.layout.slices:
+            name = slice.param.name
+            if (there := left_out.get(name)) is None:
+                continue
+            if slice.param.trainable:
+                differing.append(f"{name} (trained here)")
+            elif there.dtype != (here := DTYPES[slice.dtype]):
+                differing.append(f"{name} ({there.dtype} there, {here} here)")
+            elif there != LeftOut.held(slice, executor.shard(unit)):
+                differing.append(f"{name} (other values)")
+    if differing:
         raise CheckpointError(
             f"{path} holds no frozen parameters, and those of this model differ from those when it was saved "
-            f"({shortened(found)}): load the model with the weights that it had then"
+            f"({shortened(differing)}): load the model with the weights that it had then"
         )
 
 
