@@ -5,7 +5,7 @@ that `load` can check that the model has the same values.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from streamer.checkpoint.tensors import DTYPES, bytes_of
-from streamer.engine.unit import Unit
 from streamer.store.layout import Slice
 from streamer.store.shard import HostShard
 from streamer.store.weights_on_disk import WeightsOnDisk
@@ -51,8 +50,3 @@ class LeftOut:
 
 #: Known entries of parameters in files, for as long as these files are read.
 _IN_FILES: WeakKeyDictionary[WeightsOnDisk, dict[Slice, LeftOut]] = WeakKeyDictionary()
-
-
-def left_out(unit: Unit) -> Iterator[Slice]:
-    """The parameters of ``unit`` that a checkpoint without frozen parameters does not hold."""
-    return (slice for slice in unit.layout.slices if not slice.param.trainable)

@@ -19,7 +19,7 @@ from torch import nn
 from streamer.backends.background import Handover, in_background
 from streamer.backends.base import Backend
 from streamer.backends.ranks import Ranks
-from streamer.checkpoint.frozen import LeftOut, left_out
+from streamer.checkpoint.frozen import LeftOut
 from streamer.checkpoint.manifest import Manifest, new_folder
 from streamer.checkpoint.tensors import (
     DTYPES,
@@ -188,9 +188,9 @@ def _save_together(
                 for written in writing:
                     written.result()
             listed = (content.entries, content.values[FROZEN])
-            for entries, left_out_there in ranks.exchange("listing the files of a checkpoint", listed):
+            for entries, frozen_there in ranks.exchange("listing the files of a checkpoint", listed):
                 content.entries |= entries
-                content.values[FROZEN] |= left_out_there
+                content.values[FROZEN] |= frozen_there
             with _writing(ranks, "writing the manifest of a checkpoint"):
                 if ranks.is_first:
                     content.manifest(step).write(folder)
@@ -285,8 +285,9 @@ class _Content:
     def write_unit(self, folder: Path, unit: Unit, shard: HostShard, *, on_host: bool = True) -> None:
         """Write a unit's files, and add its parameters that are left out to the manifest."""
         self.write(folder, self.of_unit(unit, shard, on_host=on_host))
-        for slice in () if self.frozen else left_out(unit):
-            self.values[FROZEN][slice.param.name] = asdict(LeftOut.held(slice, shard))
+        for slice in unit.layout.slices:
+            if not (self.frozen or slice.param.trainable):
+                self.values[FROZEN][slice.param.name] = asdict(LeftOut.held(slice, shard))
 
     def write(self, folder: Path, files: Files) -> None:
         for name, pieces in files.items():
