@@ -27,13 +27,10 @@ _ADAM, _SCHEDULER = "optimizer.params.", "scheduler.params."
 _MICRO, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 #: The tables that have mapped keys.
-_TABLES = {"optimizer", "optimizer.params", "scheduler", "scheduler.params", "fp16", "bf16", "data_types"}
+_TABLES = {"optimizer", "optimizer.params", "scheduler", "scheduler.params", "fp16", "bf16"}
 _TABLES |= {"zero_optimization", *_OFFLOADS}
-#: Types of values in errors.
-_WORDS = {bool: "true or false", int: "an integer of 0 or more", float: "a number of 0 or more"}
-_WORDS |= {str: "a string", tuple: "an array"}
-#: Variants of Adam with other updates than AdamW.
-_VARIANTS = {"amsgrad": True, "maximize": True, "bias_correction": False}
+#: Values of optimizer.params with other updates than AdamW's.
+_VARIANTS = {"amsgrad": True, "maximize": True, "bias_correction": False, "adam_w_mode": False}
 
 
 @dataclass(frozen=True)
@@ -104,9 +101,9 @@ def from_deepspeed_config(
     define the third.
 
     Raises:
-        ValueError: in one line, for a value of a wrong type or below 0, an ``"auto"`` without a keyword
-            argument, batch sizes that contradict each other on one GPU, fp16 together with bf16, and an
-            optimizer or a schedule that does not exist here: others than Adam's and `warmup_schedule`'s.
+        ValueError: in one line, for an ``"auto"`` without a keyword argument, batch sizes that contradict
+            each other on one GPU, fp16 together with bf16, and an optimizer or a schedule that does not exist
+            here: others than AdamW and those of `warmup_schedule`.
         OSError: for a file that cannot be read.
     """
     keys = _Keys(dict(_flat(_read(config))))
@@ -114,19 +111,10 @@ def from_deepspeed_config(
     if (computed := _dtype(keys, dtype)) is not None:
         wrap["dtype"] = computed
     adamw = _adamw(keys, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    if keys.take("bf16.bf16_optimizer_states", bool) and computed == torch.bfloat16:
-        adamw["state_dtype"] = torch.bfloat16
-    if (summed := keys.one_of("data_types.grad_accum_dtype", tuple(DTYPE_NAMES))) is not None:
-        if DTYPE_NAMES[summed] not in (torch.float32, computed):
-            raise ValueError(
-                f'data_types.grad_accum_dtype is "{summed}", and parameters are in {computed or "another"}: '
-                "gradients are added up in fp32, or in the dtype that fp16 or bf16 enables"
-            )
-        wrap["grad_dtype"] = torch.float32 if DTYPE_NAMES[summed] == torch.float32 else None
     if folders := _folders(keys):
         wrap["disk"] = folders[0] if len(folders) == 1 else folders
     micro, accumulation = _batch(keys, micro_batch_size, gradient_accumulation_steps)
-    clipping = keys.take("gradient_clipping", float, "gradient_clipping", gradient_clipping)
+    clipping = keys.take("gradient_clipping", "gradient_clipping", gradient_clipping)
     scaler, schedule = _scaler(keys), _schedule(keys, adamw.get("lr"), warmup_steps, total_steps)
     if left := tuple(key for key, value in keys.left.items() if value not in (None, False, "auto", {})):
         warn(f"keys of this DeepSpeed config that have no effect with streamer: {', '.join(left)}")
@@ -194,12 +182,9 @@ def _read(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, An
     if isinstance(config, Mapping):
         return config
     try:
-        found = json.loads(Path(config).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{os.fspath(config)} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{os.fspath(config)}: a DeepSpeed config is an object, in braces")
-    return found
+        return dict(json.loads(Path(config).read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{os.fspath(config)} is not a DeepSpeed config in JSON: {error}") from None
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -209,8 +194,6 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
         is_off = isinstance(value, Mapping) and value.get("enabled") is False
         if key in _TABLES and isinstance(value, Mapping):
             yield from _flat({"enabled": False} if is_off else value, f"{key}.")
-        elif key in _TABLES and value not in (None, False):
-            raise ValueError(f"{key} must be an object, in braces, not {value!r}")
         elif not is_off:
             yield key, value
 
@@ -221,22 +204,17 @@ class _Keys:
     def __init__(self, left: dict[str, Any]) -> None:
         self.left = left
 
-    def take(self, key: str, kind: type, name: str = "", answer: Any = None, **auto: Any) -> Any:
+    def take(self, key: str, name: str = "", answer: Any = None, **auto: Any) -> Any:
         """The config's value, else ``answer``, the keyword argument ``name``, else ``auto=`` if the config
-        has "auto", or None. Raises ValueError for a value that is not a ``kind``, for an answer that the
-        config contradicts, and for an "auto" without either."""
+        has "auto", or None. Raises ValueError for an answer that the config contradicts, and for an "auto"
+        without either."""
         value = self.left.pop(key, None)
         if value == "auto" and answer is None and name and "auto" not in auto:
             raise ValueError(f'{key} is "auto": pass {name}=... to from_deepspeed_config')
         if value in (None, "auto"):
             return auto.get("auto") if answer is None and value else answer
-        if kind in (int, float):  # some write 1e5 for an integer
-            is_right = type(value) in (int, float) and value >= 0 and kind(value) == value
-        else:
-            is_right = isinstance(value, list | tuple if kind is tuple else kind)
-        if not is_right:
-            raise ValueError(f"{key} must be {_WORDS[kind]}, not {value!r}")
-        value = kind(value)
+        if isinstance(value, list):
+            value = tuple(value)
         if answer not in (None, value):
             raise ValueError(
                 f'{key} is {value} in the config, and {name} is {answer}: write "auto" in the config, or '
@@ -244,9 +222,14 @@ class _Keys:
             )
         return value
 
+    def count(self, key: str, name: str = "", answer: int | None = None, **auto: Any) -> int | None:
+        """`take` for an integer, for which some write 1e5."""
+        value = self.take(key, name, answer, **auto)
+        return None if value is None else int(value)
+
     def one_of(self, key: str, known: tuple[str, ...]) -> Any:
         """The config's value, None if it has none. Raises ValueError unless it is ``known``."""
-        value = self.take(key, str)
+        value = self.take(key)
         if value not in (None, *known):
             raise ValueError(f"{key} must be one of {', '.join(known)}, not {value!r}")
         return value
@@ -260,7 +243,7 @@ def _dtype(keys: _Keys, dtype: torch.dtype | None) -> torch.dtype | None:
     # an enabled one decides for the other
     auto = {} if dtype is None and not enabled else {"auto": None}
     for name in ("fp16", "bf16"):
-        is_on = keys.take(f"{name}.enabled", bool, "dtype", **auto)
+        is_on = keys.take(f"{name}.enabled", "dtype", None, **auto)
         if None not in (is_on, dtype) and is_on != (dtype == DTYPE_NAMES[name]):
             raise ValueError(f"{name}.enabled is {is_on} in the config, and dtype is {dtype}: leave one out")
     return DTYPE_NAMES[enabled[0]] if enabled else dtype
@@ -269,32 +252,23 @@ def _dtype(keys: _Keys, dtype: torch.dtype | None) -> torch.dtype | None:
 def _adamw(keys: _Keys, **answers: Any) -> dict[str, Any]:
     kind = keys.one_of("optimizer.type", _OPTIMIZERS)
     for name, variant in _VARIANTS.items():
-        if keys.take(f"{_ADAM}{name}", bool, auto=None) is variant:
+        if keys.take(f"{_ADAM}{name}") is variant:
             raise ValueError(f"{_ADAM}{name} is {variant}, which AdamW does not do: use another optimizer")
-    kinds = {"lr": float, "betas": tuple, "eps": float, "weight_decay": float}
-    arguments = {}
-    for name, of in kinds.items():
-        auto = {} if name == "lr" else {"auto": None}  # no lr suits every model
-        arguments[name] = keys.take(f"{_ADAM}{name}", of, name, answers[name], **auto)
-    adds_decay = keys.take(f"{_ADAM}adam_w_mode", bool, auto=None) is False
-    if adds_decay and arguments["weight_decay"]:
-        raise ValueError(
-            f"{_ADAM}adam_w_mode is false, and AdamW does not add weight_decay to the gradient: set "
-            "weight_decay to 0, or adam_w_mode to true"
-        )
-    if kind is not None and arguments["weight_decay"] is None:
-        arguments["weight_decay"] = 0.0  # AdamW's own default is 0.01
-    return {name: value for name, value in arguments.items() if value is not None}
+    found = {"lr": keys.take(f"{_ADAM}lr", "lr", answers.pop("lr"))}  # no lr suits every model
+    found |= {name: keys.take(f"{_ADAM}{name}", name, answer, auto=None) for name, answer in answers.items()}
+    if kind is not None and found["weight_decay"] is None:
+        found["weight_decay"] = 0.0  # AdamW's own default is 0.01
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _folders(keys: _Keys) -> list[str]:
     """The folders of drives. The keys of stage and pinning count as honoured: both are so in any case."""
     found = []
-    keys.take("zero_optimization.stage", int)
+    keys.take("zero_optimization.stage")
     for table in _OFFLOADS:
-        keys.take(f"{table}.pin_memory", bool)
+        keys.take(f"{table}.pin_memory")
         if keys.one_of(f"{table}.device", ("none", "cpu", "nvme")) == "nvme":
-            found.append(keys.take(f"{table}.nvme_path", str))
+            found.append(keys.take(f"{table}.nvme_path"))
             if not found[-1]:
                 raise ValueError(f'{table}.device is "nvme": set {table}.nvme_path to a folder of the drive')
     return list(dict.fromkeys(found))
@@ -302,10 +276,10 @@ def _folders(keys: _Keys) -> list[str]:
 
 def _batch(keys: _Keys, micro: int | None, accumulation: int | None) -> tuple[int | None, int]:
     """Samples of a backward, and backwards of a step: two of DeepSpeed's three numbers define the third."""
-    total = keys.take("train_batch_size", int, auto=None)
+    total = keys.count("train_batch_size")
     follows = {} if total is None else {"auto": None}
-    micro = keys.take(_MICRO, int, "micro_batch_size", micro, **follows)
-    accumulation = keys.take(_ACCUMULATION, int, _ACCUMULATION, accumulation, auto=None)
+    micro = keys.count(_MICRO, "micro_batch_size", micro, **follows)
+    accumulation = keys.count(_ACCUMULATION, _ACCUMULATION, accumulation, auto=None)
     if total is None:
         return micro, accumulation or 1
     micro = micro or max(1, total // (accumulation or 1))
@@ -320,9 +294,9 @@ def _batch(keys: _Keys, micro: int | None, accumulation: int | None) -> tuple[in
 
 def _scaler(keys: _Keys) -> dict[str, Any]:
     """Arguments of GradScaler for DeepSpeed's dynamic scale, or for a constant one."""
-    power = keys.take("fp16.initial_scale_power", int)
-    interval = keys.take("fp16.loss_scale_window", int)
-    if scale := keys.take("fp16.loss_scale", float):
+    power = keys.count("fp16.initial_scale_power")
+    interval = keys.count("fp16.loss_scale_window")
+    if scale := keys.take("fp16.loss_scale"):
         # GradScaler refuses factors of 1; these are so close to 1 that a scale in fp32 does not change
         near = {"growth_factor": math.nextafter(1.0, 2.0), "backoff_factor": math.nextafter(1.0, 0.0)}
         return {"init_scale": scale, **near}
@@ -335,18 +309,18 @@ def _schedule(keys: _Keys, lr: float | None, warmup: int | None, total: int | No
     if name is None:
         return None
     arguments = {
-        "warmup_num_steps": keys.take(f"{_SCHEDULER}warmup_num_steps", int, "warmup_steps", warmup),
-        "total_num_steps": keys.take(f"{_SCHEDULER}total_num_steps", int, "total_steps", total),
+        "warmup_num_steps": keys.count(f"{_SCHEDULER}warmup_num_steps", "warmup_steps", warmup),
+        "total_num_steps": keys.count(f"{_SCHEDULER}total_num_steps", "total_steps", total),
         "warmup_type": keys.one_of(f"{_SCHEDULER}warmup_type", ("log", "linear")),
     }
     if arguments["total_num_steps"] is None and name != "WarmupLR":
         raise ValueError(f"{_SCHEDULER}total_num_steps is missing: set it, or pass total_steps=...")
     for low in ("warmup_min_lr", "warmup_min_ratio", "cos_min_ratio"):
-        arguments[low] = keys.take(f"{_SCHEDULER}{low}", float, auto=None)
+        arguments[low] = keys.take(f"{_SCHEDULER}{low}")
     highest = f"{_SCHEDULER}warmup_max_lr"
     if keys.left.get(highest) == "auto":
-        arguments["warmup_max_lr"] = keys.take(highest, float, "lr", lr)
+        arguments["warmup_max_lr"] = keys.take(highest, "lr", lr)
     else:
         default = 1e-3 if name == "WarmupDecayLR" else None
-        arguments["warmup_max_lr"] = keys.take(highest, float) or default
+        arguments["warmup_max_lr"] = keys.take(highest) or default
     return {"name": name} | {key: value for key, value in arguments.items() if value is not None}

@@ -136,13 +136,15 @@ def test_zero_3_offload_with_auto_everywhere() -> None:
 
 def test_zero_infinity() -> None:
     read = quietly(ZERO_INFINITY)
-    assert read.wrap == {"dtype": torch.bfloat16, "grad_dtype": None, "disk": "/nvme"}
-    assert read.adamw == {"lr": 1e-4, "weight_decay": 0.0, "state_dtype": torch.bfloat16}
+    assert read.wrap == {"dtype": torch.bfloat16, "disk": "/nvme"}
+    assert read.adamw == {"lr": 1e-4, "weight_decay": 0.0}
     assert (read.micro_batch_size, read.gradient_accumulation_steps) == (1, 1)
     assert read.gradient_clipping is None
     assert read.schedule is None
     assert [*read.not_honoured] == [
         "bf16.bf16_master_weights_and_grads",
+        "bf16.bf16_optimizer_states",
+        "data_types",
         "zero_optimization.offload_optimizer.pipeline_read",
         "zero_optimization.offload_optimizer.ratio",
         "zero_optimization.offload_param.buffer_count",
@@ -354,16 +356,6 @@ def test_training_by_a_config_is_training_by_hand(gpt: GPT, tmp_path: Path) -> N
         assert_same(by_config, run(model, optimizer, clip, rate))
 
 
-def test_bf16_states_and_sums_reach_wrap_and_adamw(gpt: GPT) -> None:
-    read = quietly(ZERO_INFINITY)
-    with streamed(gpt, **read.wrap | {"disk": None}) as model:
-        optimizer = streamer.AdamW(model.parameters(), **read.adamw)
-        model(torch.zeros(1, 4, dtype=torch.long)).float().sum().backward()
-        optimizer.step()
-        streamer.synchronize(model)
-        assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
-
-
 @pytest.mark.parametrize("overflows", [[False, False, True, False], [True, True, False, False]])
 def test_a_static_loss_scale_stays(overflows: list[bool]) -> None:
     arguments = quietly({"fp16": {"enabled": True, "loss_scale": 100}}).grad_scaler
@@ -430,13 +422,11 @@ def test_two_batch_sizes_give_the_third(
     assert (read.micro_batch_size, read.gradient_accumulation_steps) == expected
 
 
-def test_dtypes_of_parameters_and_sums() -> None:
+def test_dtypes_of_parameters() -> None:
     bf16 = {"dtype": torch.bfloat16}
     assert quietly({"bfloat16": {"enabled": True}}).wrap == bf16, "the old name"
     one_is_on = {"fp16": {"enabled": "auto"}, "bf16": {"enabled": True}}
     assert quietly(one_is_on).wrap == bf16, "it answers for the other"
-    summed = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "float32"}}
-    assert quietly(summed).wrap == bf16 | {"grad_dtype": torch.float32}
     # the scaler is DeepSpeed's: PyTorch's own doubles its scale half as often
     scaler = quietly({"fp16": {"enabled": True}}).grad_scaler
     assert scaler == {"init_scale": 2.0**16, "growth_interval": 1000}
@@ -453,24 +443,12 @@ def within(path: str, value: Any) -> dict[str, Any]:
 
 BATCH = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
 ERRORS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "zero_optimization must be an object, in braces, not True": ({"zero_optimization": True}, {}),
     'offload_param.device is "nvme": set zero_optimization.offload_param.nvme_path': (
         within("zero_optimization.offload_param.device", "nvme"),
         {},
     ),
-    "optimizer.params.betas must be an array, not 0.9": (
-        {"optimizer": {"type": "Adam", "params": {"betas": 0.9}}},
-        {},
-    ),
-    "gradient_clipping must be a number of 0 or more, not -1": ({"gradient_clipping": -1}, {}),
-    "train_batch_size must be an integer of 0 or more, not 2.5": ({"train_batch_size": 2.5}, {}),
-    "fp16.enabled must be true or false, not 1": (within("fp16.enabled", 1), {}),
     "fp16.enabled and bf16.enabled are both true: set one to false": (
         {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
-        {},
-    ),
-    'data_types.grad_accum_dtype is "fp16", and parameters are in torch.bfloat16: gradients are added up': (
-        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
         {},
     ),
     "optimizer.type must be one of Adam, AdamW, FusedAdam, CPUAdam, DeepSpeedCPUAdam, not 'Lamb'": (
@@ -501,24 +479,15 @@ ERRORS: dict[str, tuple[Any, dict[str, Any]]] = {
             "amsgrad": True,
             "maximize": True,
             "bias_correction": False,
+            "adam_w_mode": False,
         }.items()
     },
-    "adam_w_mode is false, and AdamW does not add weight_decay to the gradient: set weight_decay to 0": (
-        {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}},
-        {},
-    ),
     "bf16.enabled is True in the config, and dtype is torch.float16: leave one out": (
         within("bf16.enabled", True),
         {"dtype": torch.float16},
     ),
     "optimizer.params.lr is 0.01 in the config, and lr is 0.1: ": (scheduled("WarmupLR"), {"lr": 0.1}),
 }
-
-
-@pytest.mark.parametrize("decay", [{}, {"weight_decay": 0.0}])
-def test_adam_without_weight_decay_is_adamw(decay: dict[str, float]) -> None:
-    found = quietly({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "adam_w_mode": False, **decay}}})
-    assert found.adamw == {"lr": 1e-3, "weight_decay": 0.0}
 
 
 @pytest.mark.parametrize("message", ERRORS)
@@ -530,7 +499,9 @@ def test_errors(message: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("text, message", [('{"fp16": }', "Expecting value"), ("[1, 2]", "is an object")])
+@pytest.mark.parametrize(
+    "text, message", [('{"fp16": }', "Expecting value"), ("[1, 2]", "not a DeepSpeed config")]
+)
 def test_files_that_are_no_config(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(text)

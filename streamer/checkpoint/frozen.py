@@ -5,14 +5,14 @@ that `load` can check that the model has the same values.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from streamer.checkpoint.tensors import DTYPES
-from streamer.engine.unit import Unit
+from streamer.checkpoint.tensors import DTYPES, bytes_of
 from streamer.store.layout import Slice
 from streamer.store.shard import HostShard
 from streamer.store.weights_on_disk import WeightsOnDisk
@@ -30,8 +30,7 @@ class LeftOut:
     @staticmethod
     def of(values: torch.Tensor) -> LeftOut:
         """The entry of a parameter with these values, on the CPU."""
-        data = values.contiguous().view(-1).view(torch.uint8).numpy().data
-        return LeftOut(DTYPES[values.dtype], tuple(values.shape), zlib.crc32(data))
+        return LeftOut(DTYPES[values.dtype], tuple(values.shape), zlib.crc32(bytes_of(values)))
 
     @staticmethod
     def held(slice: Slice, shard: HostShard) -> LeftOut:
@@ -44,35 +43,10 @@ class LeftOut:
         return known[slice]
 
     @staticmethod
-    def parsed(value: object) -> LeftOut:
-        """Raises TypeError or ValueError for a value that is not an entry."""
-        if not isinstance(value, dict) or type(value.get("crc32")) is not int:
-            raise TypeError(f"{value!r} in place of the entry of a parameter left out")
-        return LeftOut(str(value["dtype"]), tuple(map(int, value["shape"])), value["crc32"])
+    def parsed(value: Mapping[str, Any]) -> LeftOut:
+        """The entry, as a manifest has it."""
+        return LeftOut(value["dtype"], tuple(value["shape"]), value["crc32"])
 
 
 #: Known entries of parameters in files, for as long as these files are read.
 _IN_FILES: WeakKeyDictionary[WeightsOnDisk, dict[Slice, LeftOut]] = WeakKeyDictionary()
-
-
-def left_out(unit: Unit) -> Iterator[Slice]:
-    """The parameters of ``unit`` that a checkpoint without frozen parameters does not hold."""
-    return (slice for slice in unit.layout.slices if not slice.param.trainable)
-
-
-def differing(expected: dict[str, LeftOut], units: Iterable[tuple[Unit, HostShard]]) -> list[str]:
-    """Those of ``expected``, by name, that are trained here or have other values: the name and the difference
-    of each."""
-    found = []
-    for unit, shard in units:
-        for slice in unit.layout.slices:
-            there = expected.get(slice.param.name)
-            if there is None:
-                continue
-            if slice.param.trainable:
-                found.append(f"{slice.param.name} (trained here)")
-            elif there.dtype != (here := DTYPES[slice.dtype]):
-                found.append(f"{slice.param.name} ({there.dtype} there, {here} here)")
-            elif there != LeftOut.held(slice, shard):
-                found.append(f"{slice.param.name} (other values)")
-    return found

@@ -5,19 +5,19 @@ All checks that the checkpoint is of this model and this optimizer come before a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from streamer.checkpoint.frozen import LeftOut, differing
-from streamer.checkpoint.manifest import NAME, Manifest
+from streamer.checkpoint.frozen import LeftOut
+from streamer.checkpoint.manifest import Manifest
 from streamer.checkpoint.save import (
     BUFFERS,
     FROZEN,
@@ -31,19 +31,14 @@ from streamer.checkpoint.save import (
     check_owns,
     in_parts,
 )
-from streamer.checkpoint.tensors import DTYPES, Entry, in_a_line, reading, stored_buffers
-from streamer.checkpoint.values import check_random_states, decode, set_random_states
+from streamer.checkpoint.tensors import DTYPES, Entry, reading, stored_buffers
+from streamer.checkpoint.values import decode, set_random_states
 from streamer.engine.handle import require_home, wrapped
 from streamer.engine.paging.executor import Executor
 from streamer.errors import CheckpointError, shortened, warn
-from streamer.optim.adamw import AdamW, check_group
+from streamer.optim.adamw import AdamW
 from streamer.optim.state import convert, load_moments, parse_state_dtype
 from streamer.store.purposes import MOMENTS
-
-#: The format's names of the dtypes that weights and gradients may have.
-_FLOATS = ("F32", "BF16", "F16")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -76,22 +71,16 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
             manifest = Manifest.read(path)
             manifest.check(path)
             files = _Files(path, manifest, opened)
-            with _laid_out(path):
-                values = manifest.values
-                left_out = {name: LeftOut.parsed(value) for name, value in values.get(FROZEN, {}).items()}
-                _check_in_parts(files, left_out, executor)
-                _check_model(files, left_out, model, executor)
-                _check_stored(files, executor)
-                _check_left_out(path, left_out, executor)
-                random = files.decoded(values["random"], dict)
-                check_random_states(random)
-                of_ranks = [files.decoded(states, dict) for states in values.get(RANDOM_OF_RANKS, ())]
-                for states in of_ranks:
-                    check_random_states(states)
-                loaded = Loaded(manifest.step, files.decoded(values["extra"], dict))
-                gradient_scale = files.decoded(values["model"]["gradient_scale"], float)
-                skipped_steps = files.decoded(values["model"]["skipped_steps"], int)
-                load_optimizer = _optimizer_loader(files, optimizer)
+            values = manifest.values
+            left_out = {name: LeftOut.parsed(value) for name, value in values.get(FROZEN, {}).items()}
+            _check_in_parts(files, left_out, executor)
+            _check_model(files, left_out, model, executor)
+            _check_stored(files, executor)
+            _check_left_out(path, left_out, executor)
+            random = files.decoded(values["random"])
+            of_ranks = [files.decoded(states) for states in values.get(RANDOM_OF_RANKS, ())]
+            loaded = Loaded(manifest.step, files.decoded(values["extra"]))
+            load_optimizer = _optimizer_loader(files, optimizer)
         opened.enter_context(ranks.together(f"loading '{path}'"))
         executor.wait_for_saving()
         # the loaded state repairs a step that has failed (on a disk, say)
@@ -110,8 +99,8 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
         executor.gradients.early.next_step()  # no gradient of the loaded step has been applied
         _load_gradients(files, executor)
         executor.gradients.norms.forget()
-        executor.gradients.factor = gradient_scale
-        executor.skipped_steps = skipped_steps
+        executor.gradients.factor = files.decoded(values["model"]["gradient_scale"])
+        executor.skipped_steps = values["model"]["skipped_steps"]
         # the root's copy to the device is running, and no other op waits for it
         executor.synchronize()
     if ranks.is_first:
@@ -119,20 +108,6 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
     elif len(of_ranks) == ranks.size - 1:
         set_random_states(of_ranks[ranks.rank - 1])
     return loaded
-
-
-@contextmanager
-def _laid_out(path: Path) -> Iterator[None]:
-    """Raise CheckpointError for any error of the block, which parses values of the manifest."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
-        raise CheckpointError(
-            f"{path / NAME}: its values are not those of a checkpoint ({type(error).__name__}: "
-            f"{in_a_line(error)})"
-        ) from error
 
 
 class _Files:
@@ -158,12 +133,9 @@ class _Files:
             self._readers[file] = self._opened.enter_context(reading(self.path / file))
         return self._readers[file](name)
 
-    def decoded(self, value: Any, kind: type[T]) -> T:
-        """The decoded value. Raises an error of any kind unless it is a ``kind``."""
-        decoded = decode(value, lambda name: self.read(VALUES, name).clone())  # outlives the file
-        if not isinstance(decoded, kind) or isinstance(decoded, bool):
-            raise TypeError(f"a {type(decoded).__name__} in place of a {kind.__name__}")
-        return decoded
+    def decoded(self, value: Any) -> Any:
+        """The decoded value; its tensors are copies, which outlive the file."""
+        return decode(value, lambda name: self.read(VALUES, name).clone())
 
 
 def _check_in_parts(files: _Files, left_out: Mapping[str, LeftOut], executor: Executor) -> None:
@@ -197,15 +169,8 @@ def _check_model(
     shapes: dict[str, object] = {
         slice.param.name: slice.param.shape for unit in units for slice in unit.layout.slices
     }
-    quantized = {
-        slice.param.name: [DTYPES[slice.dtype]]
-        for unit in units
-        for slice in unit.layout.slices
-        if not slice.param.trainable and DTYPES[slice.dtype] not in _FLOATS
-    }
     buffers: dict[str, object] = {name: tuple(buffer.shape) for name, buffer in stored_buffers(model).items()}
-    weights = files.entries(WEIGHTS)
-    there = {name: entry.shape for name, entry in weights.items()}
+    there: dict[str, object] = {name: entry.shape for name, entry in files.entries(WEIGHTS).items()}
     there |= {name: frozen.shape for name, frozen in left_out.items()}
     differing = _unlike(there, shapes)
     differing += _unlike({name: entry.shape for name, entry in files.entries(BUFFERS).items()}, buffers)
@@ -213,13 +178,6 @@ def _check_model(
         raise CheckpointError(
             f"{files.path} is of another model; these tensors differ: {shortened(differing)}"
         )
-    for kind in (WEIGHTS, GRADIENTS):
-        for name, entry in files.entries(kind).items():
-            if entry.shape != shapes.get(name) or entry.dtype not in (quantized.get(name) or _FLOATS):
-                raise CheckpointError(
-                    f"{files.path / files.names[kind][name]}: tensor '{name}' is no value for a parameter of "
-                    "the model"
-                )
     if executor.gradients.are_kept:
         return
     in_layers = {slice.param.name for unit in executor.units for slice in unit.layout.slices}
@@ -255,11 +213,22 @@ def _check_stored(files: _Files, executor: Executor) -> None:
 
 def _check_left_out(path: Path, left_out: dict[str, LeftOut], executor: Executor) -> None:
     """Raise CheckpointError unless frozen parameters that the checkpoint leaves out are unchanged here."""
-    units = [(unit, executor.shard(unit)) for unit in (*executor.units, executor.root)]
-    if found := differing(left_out, units):
+    differing = []
+    for unit in (*executor.units, executor.root):
+        for slice in unit.layout.slices:
+            name = slice.param.name
+            if (there := left_out.get(name)) is None:
+                continue
+            if slice.param.trainable:
+                differing.append(f"{name} (trained here)")
+            elif there.dtype != (here := DTYPES[slice.dtype]):
+                differing.append(f"{name} ({there.dtype} there, {here} here)")
+            elif there != LeftOut.held(slice, executor.shard(unit)):
+                differing.append(f"{name} (other values)")
+    if differing:
         raise CheckpointError(
             f"{path} holds no frozen parameters, and those of this model differ from those when it was saved "
-            f"({shortened(found)}): load the model with the weights that it had then"
+            f"({shortened(differing)}): load the model with the weights that it had then"
         )
 
 
@@ -286,7 +255,7 @@ def _optimizer_loader(files: _Files, optimizer: torch.optim.Optimizer | None) ->
         )
     if isinstance(optimizer, AdamW):
         return _adamw_loader(files, optimizer)
-    state = files.decoded(saved["state"], dict)
+    state = files.decoded(saved["state"])
     groups = [len(group["params"]) for group in state["param_groups"]]
     mine = [len(group["params"]) for group in optimizer.param_groups]
     if groups != mine:
@@ -294,41 +263,21 @@ def _optimizer_loader(files: _Files, optimizer: torch.optim.Optimizer | None) ->
             f"{files.path} was saved with groups of {groups} parameters, and this optimizer has groups of "
             f"{mine}: create it with the same groups"
         )
-    return partial(_load_other, files.path, optimizer, state)
-
-
-def _load_other(path: Path, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
-    try:
-        with _laid_out(path):
-            optimizer.load_state_dict(state)
-    except BaseException:
-        optimizer.__dict__.update(before)
-        raise
+    return partial(optimizer.load_state_dict, state)
 
 
 def _adamw_loader(files: _Files, optimizer: AdamW) -> Callable[[], None]:
     saved = files.values["optimizer"]
     groups = [group["params"] for group in saved["groups"]]
     mine = [[require_home(p).slice.param.name for p in group["params"]] for group in optimizer.param_groups]
-    if groups != mine:
-        differing = _unlike(_groups(groups), _groups(mine)) or _unlike(_places(groups), _places(mine))
+    if differing := _unlike(_groups(groups), _groups(mine)):
         raise CheckpointError(
             f"{files.path} was saved with groups of {[len(group) for group in groups]} parameters, and this "
-            f"optimizer has groups of {[len(group) for group in mine]}; create it with the same groups, in "
-            f"the same order. These differ: {shortened(differing)}"
+            f"optimizer has groups of {[len(group) for group in mine]}; create it with the same groups. "
+            f"These differ: {shortened(differing)}"
         )
-    options = [files.decoded(group["options"], dict) for group in saved["groups"]]
-    for group, options_there in zip(optimizer.param_groups, options, strict=True):
-        if "params" in options_there:
-            raise ValueError("a group's options hold parameters")
-        check_group(group | options_there)
+    options = [files.decoded(group["options"]) for group in saved["groups"]]
     held_in = parse_state_dtype(saved["state_dtype"])
-    for name in {name for group in mine for name in group} & saved["steps"].keys():
-        step = saved["steps"][name]
-        if type(step) is not float or not step.is_integer() or step < 0:
-            raise ValueError(f"step {step} of '{name}'")
-    _check_moments(files, optimizer, held_in)
     if held_in != optimizer.state_dtype:
         warn(
             f"the moments were held in {held_in} and are converted to {optimizer.state_dtype}: the run does "
@@ -339,24 +288,6 @@ def _adamw_loader(files: _Files, optimizer: AdamW) -> Callable[[], None]:
 
 def _groups(names: Sequence[Sequence[str]]) -> dict[str, object]:
     return {name: f"group {number}" for number, group in enumerate(names) for name in group}
-
-
-def _places(names: Sequence[Sequence[str]]) -> dict[str, object]:
-    return {name: f"place {number}" for group in names for number, name in enumerate(group)}
-
-
-def _check_moments(files: _Files, optimizer: AdamW, held_in: torch.dtype) -> None:
-    entries = files.entries(OPTIMIZER)
-    for home in (require_home(param) for group in optimizer.param_groups for param in group["params"]):
-        if not home.slice.param.trainable or home.slice.param.name not in files.values["optimizer"]["steps"]:
-            continue
-        for purpose in MOMENTS[held_in]:
-            name = f"{home.slice.param.name}.{purpose.name}"
-            shape = purpose.shape(home.slice)
-            entry = entries.get(name)
-            if entry is None or (entry.dtype, entry.shape) != (DTYPES[purpose.dtype], shape):
-                file = files.path / files.names[OPTIMIZER].get(name, NAME)
-                raise CheckpointError(f"{file}: tensor '{name}' is missing or not a moment")
 
 
 def _load_adamw(files: _Files, optimizer: AdamW, options: list[dict[str, Any]], held_in: torch.dtype) -> None:

@@ -2,7 +2,7 @@
 folders that are complete or do not exist.
 
 A checkpoint is written into a hidden folder next to its final path, flushed to the disk, and renamed: a
-folder with its final name is complete. For the same reason, deleting a checkpoint renames it first.
+folder with its final name is complete.
 """
 
 from __future__ import annotations
@@ -13,22 +13,18 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from streamer.checkpoint.tensors import BY_NAME, Entry, check_tensors
+from streamer.checkpoint.tensors import Entry, check_tensors, in_a_line
 from streamer.errors import CheckpointError
 
 NAME = "manifest.json"
 #: The format's version: increased when older readers cannot read a new file.
 VERSION = 1
-
-#: File names that a manifest may have: with others, a path could lead out of the folder.
-_FILE_NAME = re.compile(r"[\w-]+\.safetensors", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -69,57 +65,32 @@ class Manifest:
         path = folder / NAME
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
+            if (version := content["version"]) > VERSION:
+                raise CheckpointError(
+                    f"{path}: written in version {version} of the format, and this streamer reads up to "
+                    f"{VERSION}: update it"
+                )
+            body, checksum = content["body"], content["crc32"]
+        except CheckpointError:
+            raise
         except OSError as error:
             raise CheckpointError(f"{folder} holds no checkpoint ({NAME}: {error.strerror})") from error
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: damaged ({error})") from error
-        version = content.get("version") if isinstance(content, dict) else None
-        if type(version) is not int or version < 1:
-            raise CheckpointError(f"{path}: this is not a manifest of a checkpoint")
-        if version > VERSION:
-            raise CheckpointError(
-                f"{path}: written in version {version} of the format, and this streamer reads up to "
-                f"{VERSION}: update it"
-            )
-        body = content.get("body")
-        if zlib.crc32(json.dumps(body, sort_keys=True).encode()) != content.get("crc32"):
+        except (ValueError, LookupError, TypeError) as error:
+            raise CheckpointError(f"{path}: damaged ({in_a_line(error)})") from error
+        if zlib.crc32(json.dumps(body, sort_keys=True).encode()) != checksum:
             raise CheckpointError(f"{path}: damaged (its checksum differs)")
-        try:
-            return _parsed(path, body)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{path}: not laid out as a manifest ({error!r})") from error
+        files = {
+            file: {
+                name: Entry(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in entries.items()
+            }
+            for file, entries in body["files"].items()
+        }
+        return Manifest(body["step"], files, body["values"], body["written_by"])
 
     def check(self, folder: Path) -> None:
         """Raise CheckpointError unless every file is there and unchanged."""
         for name, entries in self.files.items():
             check_tensors(folder / name, entries)
-
-
-def _parsed(path: Path, body: Any) -> Manifest:
-    files = {}
-    for name, entries in body["files"].items():
-        if not _FILE_NAME.fullmatch(name):
-            raise CheckpointError(f"{path}: {name!r} is not the name of a file in its folder")
-        files[name] = {key: _entry(value) for key, value in entries.items()}
-    step, values, written_by = body["step"], body["values"], body["written_by"]
-    if type(step) is not int or not isinstance(values, dict) or not isinstance(written_by, dict):
-        raise TypeError("step, values or written_by")
-    return Manifest(step, files, values, written_by)
-
-
-def _entry(value: Mapping[str, Any]) -> Entry:
-    numbers = [*value["shape"], value["offset"], value["nbytes"], value["crc32"]]
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise TypeError("shape, offset, nbytes or crc32")
-    nbytes = prod(value["shape"]) * BY_NAME[value["dtype"]].itemsize
-    if value["layout"] != "strided" or value["nbytes"] != nbytes:
-        raise ValueError(f"an entry of {value['nbytes']} bytes, {value['layout']}")
-    return Entry(**{**value, "shape": tuple(value["shape"])})
-
-
-_HIDDEN = re.compile(r"\..*\.(?:writing|deleting)-(\d+)")
 
 
 @contextmanager
@@ -186,47 +157,3 @@ def flush(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in ``folder`` whose manifests can be read, by step, the last one latest."""
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if path.name.startswith(".") or not path.is_dir():
-            continue
-        try:
-            found.append((Manifest.read(path).step, path))
-        except CheckpointError:
-            continue  # loading it by its path raises the error
-    return [path for _, path in sorted(found)]
-
-
-def prune(folder: Path, keep: int, spared: Collection[Path] = ()) -> None:
-    """Delete all but the ``keep`` latest checkpoints in ``folder`` and those in ``spared``, and also files
-    that killed processes left there.
-
-    Raises ValueError for a ``keep`` below 1.
-    """
-    if keep < 1:
-        raise ValueError(f"keep={keep}: keep one checkpoint or more")
-    for path in checkpoints(folder)[:-keep]:
-        if path in spared:
-            continue
-        hidden = path.with_name(f".{path.name}.deleting-{os.getpid()}")
-        shutil.rmtree(hidden, ignore_errors=True)  # of a process with the same id
-        path.rename(hidden)
-        shutil.rmtree(hidden)
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = _HIDDEN.fullmatch(path.name)
-        if match and not _is_running(int(match[1])):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True

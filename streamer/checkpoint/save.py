@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import platform
+import errno
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -14,22 +13,19 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import safetensors
 import torch
 from torch import nn
 
 from streamer.backends.background import Handover, in_background
 from streamer.backends.base import Backend
 from streamer.backends.ranks import Ranks
-from streamer.checkpoint.frozen import LeftOut, left_out
+from streamer.checkpoint.frozen import LeftOut
 from streamer.checkpoint.manifest import Manifest, new_folder
 from streamer.checkpoint.tensors import (
     DTYPES,
     Entry,
     Flushing,
     Piece,
-    file_bytes,
     stored_buffers,
     write_tensors,
 )
@@ -55,12 +51,8 @@ FROZEN = "frozen"
 IN_PARTS = "in parts"
 #: Key of the random states of ranks after the first.
 RANDOM_OF_RANKS = "random of ranks"
-#: Upper bounds for the manifest's JSON, for each tensor and for the rest, in the check for free space.
-ENTRY_BYTES, MANIFEST_BYTES = 1 << 9, 1 << 16
-
-#: A file in a folder being written; its text lets ranks check that they share the folder.
-TOKEN = "token"
-
+#: Upper bounds for headers and the manifest, for each tensor and for the rest, in the check for free space.
+NAMED_BYTES, MARGIN_BYTES = 1 << 10, 1 << 16
 #: Units that may wait in copies while training continues.
 MOST_COPIES = 2
 
@@ -90,11 +82,11 @@ def save(
     weights by hand until the returned future is done; its ``result()`` raises the error of a failed write, or
     else the next `save` does. ``optimizer`` may be one of ``torch.optim``, or None.
 
-    Every rank must call this, and each writes some of the units; only those of the first machine do if the
-    others do not find the folder. With ``block=False`` the first rank writes all. The checkpoint holds the
-    states of all ranks' generators; any number of ranks can load it. If machines divide the state, it is
-    gathered unit by unit for the rank that writes it, which has two units' state in memory in addition to the
-    model's; all ranks wait for that, even with ``block=False``.
+    Every rank must call this, and each writes some of the units into a folder that all machines share. With
+    ``block=False`` the first rank writes all. The checkpoint holds the states of all ranks' generators; any
+    number of ranks can load it. If machines divide the state, it is gathered unit by unit for the rank that
+    writes it, which has two units' state in memory in addition to the model's; all ranks wait for that, even
+    with ``block=False``.
 
     ``frozen=False`` leaves out frozen parameters, such as the base of adapters; the manifest has the CRC-32
     by which `streamer.load` checks that its model has the same values.
@@ -105,63 +97,56 @@ def save(
     """
     executor = wrapped(model).executor
     ranks = executor.ranks
-    of_ranks: list[dict[str, Any]] = []
-    if not ranks.is_alone:
-        executor.synchronize()
-        of_ranks = ranks.exchange(f"saving step {step} to '{path}'", random_states())
-    # it would be read into memory to be written later
+    random_of_ranks = ranks.exchange(f"saving step {step} to '{path}'", random_states())
+    content_now = partial(
+        _content, model, optimizer, executor, dict(extra or {}), random_of_ranks, frozen=frozen
+    )
+    # state on disk would be read into memory to be written later
     block = block or OPTIMIZER_STATE in executor.disk_bytes()
-    done: Future[None] = Future()
-    what = partial(_content, model, optimizer, executor, dict(extra or {}), of_ranks, frozen=frozen)
     # each rank has the state of some parameters of an optimizer of PyTorch
     gathers = executor.store.is_divided or not isinstance(optimizer, AdamW | None)
-    if not ranks.is_alone and (block or gathers):
-        _save_together(executor, ranks, Path(path), step, what)
+    done: Future[None] = Future()
+    if block or (gathers and not ranks.is_alone):
+        _save_together(executor, ranks, Path(path), step, content_now)
         done.set_result(None)
         return done
     with ranks.together("writing a checkpoint"):
         if ranks.is_first:
-            done = _save(executor, Path(path), step, what, block=block)
-        else:
-            done.set_result(None)
+            return _save_in_background(executor, Path(path), step, content_now)
+    done.set_result(None)
     return done
 
 
-def _save(
-    executor: Executor, path: Path, step: int, make_content: Callable[[], _Content], *, block: bool
+def _save_in_background(
+    executor: Executor, path: Path, step: int, content_now: Callable[[], _Content]
 ) -> Future[None]:
+    """Write a checkpoint in a thread. An update copies its unit first, or waits until it is written."""
     _settle_saving(executor)
-    units = [*executor.units, executor.root]
-    content = make_content()
-    nbytes = content.nbytes(units)
-    by_index = {unit.index: unit for unit in units}
-    shards = {unit.index: executor.shard(unit) for unit in units}
+    content = content_now()
+    for pieces in content.files.values():  # these are in no shard, and may change before they are written
+        pieces[:] = [Piece.of(piece.name, piece.read().clone()) for piece in pieces]
+    units = {unit.index: unit for unit in (*executor.units, executor.root)}
+    shards = {index: executor.shard(unit) for index, unit in units.items()}
     # a copy would bring state on disk back into memory: updates of those units wait until they are read
     most_copies = 0 if any(shard.uses_disk for shard in shards.values()) else MOST_COPIES
     handover: Handover[int, HostShard] = Handover(shards, most_copies=most_copies)
 
     def write() -> None:
         try:
-            with new_folder(path, nbytes=nbytes) as folder, content.flushing:
-
-                def write_unit(index: int, copy: HostShard | None) -> None:
-                    content.write_unit(folder, by_index[index], copy or shards[index], on_host=block)
-
-                handover.read_all(write_unit)
-                content.write(folder, content.files)
-                Manifest(step, content.entries, content.values, _written_by()).write(folder)
+            with new_folder(path, nbytes=content.nbytes()) as folder:
+                with content.flushing:
+                    handover.read_all(
+                        lambda index, copy: content.write_unit(
+                            folder, units[index], copy or shards[index], on_host=False
+                        )
+                    )
+                    content.write(folder, content.files)
+                content.manifest(step).write(folder)
         finally:
             handover.read_all(lambda *_: None)  # if creating the folder failed, updates must not wait forever
             for shard in shards.values():
                 shard.before_change = None
 
-    if block:
-        write()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-    for pieces in content.files.values():  # these are in no shard, and may change before they are written
-        pieces[:] = [Piece.of(piece.name, piece.read().clone()) for piece in pieces]
     for index, shard in shards.items():
         shard.before_change = partial(handover.before_change, index, shard.copy)
     executor.saving = in_background(write, "streamer-save")
@@ -169,23 +154,30 @@ def _save(
 
 
 def _save_together(
-    executor: Executor, ranks: Ranks, path: Path, step: int, make_content: Callable[[], _Content]
+    executor: Executor, ranks: Ranks, path: Path, step: int, content_now: Callable[[], _Content]
 ) -> None:
     """Write a checkpoint: each rank writes some units, and the first one the rest. State that machines divide
     is gathered for the rank that writes it."""
     units = [*executor.units, executor.root]
     with _writing(ranks, "beginning a checkpoint"):
         _settle_saving(executor)
-        content = make_content()
+        content = content_now()
     purposes = (*MASTERING, *MOMENTS[content.state_dtype])
+    writer_of = _dealt(units, ranks.size)
     with ExitStack() as opened:
-        open_folder = partial(_open_folder, opened, path, content.nbytes(units))
-        folder, token = ranks.on_first("beginning a checkpoint", open_folder)
-        # a folder on the first machine's own disk is written only there
-        has_folder = ranks.exchange("finding the folder of a checkpoint", _token_in(folder) == token)
-        writer_of = _dealt(units, [rank for rank, has in enumerate(has_folder) if has])
+        folder = ranks.on_first(
+            "beginning a checkpoint",
+            lambda: opened.enter_context(new_folder(path, nbytes=content.nbytes())).absolute(),
+        )
         try:
-            with content.flushing, ThreadPoolExecutor(1) as pool:
+            with _writing(ranks, "finding the folder of a checkpoint"):
+                if not folder.is_dir():
+                    raise FileNotFoundError(errno.ENOENT, "all machines must share this folder", str(path))
+            with (
+                _writing(ranks, "writing a checkpoint"),
+                content.flushing,
+                ThreadPoolExecutor(1) as pool,
+            ):
                 writing = [pool.submit(content.write, folder, content.files)] if ranks.is_first else []
                 for unit in units:
                     writer = writer_of[unit.index]
@@ -193,26 +185,19 @@ def _save_together(
                     if writer == ranks.rank:
                         wait(writing)  # one is written while the next is gathered
                         writing.append(pool.submit(content.write_unit, folder, unit, whole))
-                with _writing(ranks, "writing a checkpoint"):
-                    for written in writing:
-                        written.result()
-            with _writing(ranks, "writing a part of the manifest"):
-                if not ranks.is_first and ranks.rank in writer_of.values():
-                    part = folder / f"part-{ranks.rank}"
-                    part.mkdir()
-                    Manifest(step, content.entries, {FROZEN: content.values[FROZEN]}, {}).write(part)
-            with _writing(ranks, "writing a checkpoint"):
+                for written in writing:
+                    written.result()
+            listed = (content.entries, content.values[FROZEN])
+            for entries, frozen_there in ranks.exchange("listing the files of a checkpoint", listed):
+                content.entries |= entries
+                content.values[FROZEN] |= frozen_there
+            with _writing(ranks, "writing the manifest of a checkpoint"):
                 if ranks.is_first:
-                    for part in folder.glob("part-*"):
-                        content.take_over(Manifest.read(part))
-                        shutil.rmtree(part)
-                    (folder / TOKEN).unlink()
-                    Manifest(step, content.entries, content.values, _written_by()).write(folder)
+                    content.manifest(step).write(folder)
                     opened.close()
         except BaseException:
             # the last one to end leaves nothing, even if the first rank was killed
-            if has_folder[ranks.rank]:
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             raise
 
 
@@ -236,26 +221,12 @@ def _writing(ranks: Ranks, words: str) -> Iterator[None]:
             raise OSError(number, f"{what} on rank {rank}", path)
 
 
-def _open_folder(opened: ExitStack, path: Path, nbytes: int) -> tuple[Path, str]:
-    folder = opened.enter_context(new_folder(path, nbytes=nbytes)).absolute()
-    token = os.urandom(8).hex()
-    (folder / TOKEN).write_text(token)
-    return folder, token
-
-
-def _token_in(folder: Path) -> str | None:
-    try:
-        return (folder / TOKEN).read_text()
-    except OSError:
-        return None
-
-
-def _dealt(units: Sequence[Unit], writers: Sequence[int]) -> dict[int, int]:
-    """The rank that writes each unit, so that each writes about as many bytes."""
-    nbytes = dict.fromkeys(writers, 0)
+def _dealt(units: Sequence[Unit], ranks: int) -> dict[int, int]:
+    """The rank that writes each unit, so that each of ``ranks`` writes about as many bytes."""
+    nbytes = [0] * ranks
     found: dict[int, int] = {}
     for unit in sorted(units, key=lambda unit: unit.layout.nbytes, reverse=True):
-        found[unit.index] = min(nbytes, key=lambda rank: nbytes[rank])
+        found[unit.index] = nbytes.index(min(nbytes))
         nbytes[found[unit.index]] += unit.layout.nbytes
     return found
 
@@ -286,11 +257,17 @@ class _Content:
     entries: dict[str, dict[str, Entry]] = field(default_factory=dict)
     flushing: Flushing = field(default_factory=Flushing)
 
-    def nbytes(self, units: Sequence[Unit]) -> int:
-        """Bytes of all files, with an estimate for the manifest."""
+    def nbytes(self) -> int:
+        """Bytes of all files, with an upper bound for headers and the manifest."""
+        units = (*self.executor.units, self.executor.root)
         of_units = [self.of_unit(unit, self.executor.shard(unit), on_host=True) for unit in units]
-        files = [pieces for files in (*of_units, self.files) for pieces in files.values()]
-        return MANIFEST_BYTES + sum(file_bytes(pieces) + ENTRY_BYTES * len(pieces) for pieces in files)
+        pieces = [piece for files in (*of_units, self.files) for each in files.values() for piece in each]
+        return MARGIN_BYTES + sum(piece.nbytes + NAMED_BYTES for piece in pieces)
+
+    def manifest(self, step: int) -> Manifest:
+        """The manifest of ``step``, once all files are written."""
+        written_by = {"streamer": __version__, "torch": torch.__version__}
+        return Manifest(step, self.entries, self.values, written_by)
 
     def of_unit(self, unit: Unit, shard: HostShard, *, on_host: bool) -> Files:
         """A unit's files from ``shard``, its own or a copy; kernels run if ``on_host``, on the HOST lane."""
@@ -308,13 +285,9 @@ class _Content:
     def write_unit(self, folder: Path, unit: Unit, shard: HostShard, *, on_host: bool = True) -> None:
         """Write a unit's files, and add its parameters that are left out to the manifest."""
         self.write(folder, self.of_unit(unit, shard, on_host=on_host))
-        for slice in () if self.frozen else left_out(unit):
-            self.values[FROZEN][slice.param.name] = asdict(LeftOut.held(slice, shard))
-
-    def take_over(self, part: Manifest) -> None:
-        """Add another rank's files to the manifest."""
-        self.entries |= part.files
-        self.values[FROZEN] |= part.values[FROZEN]
+        for slice in unit.layout.slices:
+            if not (self.frozen or slice.param.trainable):
+                self.values[FROZEN][slice.param.name] = asdict(LeftOut.held(slice, shard))
 
     def write(self, folder: Path, files: Files) -> None:
         for name, pieces in files.items():
@@ -326,7 +299,7 @@ def _content(
     optimizer: torch.optim.Optimizer | None,
     executor: Executor,
     extra: dict[str, Any],
-    of_ranks: Sequence[dict[str, Any]],
+    random_of_ranks: Sequence[dict[str, Any]],
     *,
     frozen: bool,
 ) -> _Content:
@@ -347,8 +320,8 @@ def _content(
             "skipped_steps": executor.skipped_steps,
         },
         "optimizer": _optimizer(optimizer, moments, put),
-        "random": encode(random_states(), put),
-        RANDOM_OF_RANKS: [encode(states, put) for states in of_ranks[1:]],
+        "random": encode(random_of_ranks[0], put),
+        RANDOM_OF_RANKS: [encode(states, put) for states in random_of_ranks[1:]],
         "extra": encode(extra, put),
         FROZEN: {},
         IN_PARTS: in_parts(executor),
@@ -401,9 +374,7 @@ def _weight(slice: Slice, shard: HostShard, backend: Backend | None) -> Piece:
     """The whole of a parameter. Kernels compute its master on the HOST lane of ``backend``, if there is one;
     else PyTorch does, on the calling thread."""
     if not slice.param.trainable or slice.dtype == torch.float32:
-        if shard.is_out:
-            return Piece(slice.param.name, slice.dtype, slice.param.shape, partial(shard.weight_of, slice))
-        return Piece.of(slice.param.name, slice.view(shard.weight))
+        return Piece(slice.param.name, slice.dtype, slice.param.shape, partial(shard.weight_of, slice))
     read: Callable[[], torch.Tensor] = partial(shard.joined, slice)
     if backend is not None:
         read = partial(backend.on_host, partial(shard.exact, slice))
@@ -411,12 +382,8 @@ def _weight(slice: Slice, shard: HostShard, backend: Backend | None) -> Piece:
 
 
 def _moment(slice: Slice, purpose: Purpose, shard: HostShard) -> Piece:
-    """A parameter's part of its moments; a moment on disk is read when it is written. The part of a divided
-    shard is counted, and not read."""
-    name = f"{slice.param.name}.{purpose.name}"
-    if not (shard.is_on_disk(purpose) or shard.is_divided):
-        return Piece.of(name, purpose.part(slice, shard[purpose]))
-    shape = purpose.shape(slice)
+    """A parameter's part of its moments."""
+    name, shape = f"{slice.param.name}.{purpose.name}", purpose.shape(slice)
     return Piece(name, purpose.dtype, shape, partial(shard.part, purpose, slice))
 
 
@@ -454,16 +421,6 @@ def _optimizer(
         groups.append({"params": names, "options": encode(options, put, "optimizer.param_groups")})
     dtype = str(optimizer.state_dtype).removeprefix("torch.")
     return {"class": "AdamW", "state_dtype": dtype, "groups": groups, "steps": steps}
-
-
-def _written_by() -> dict[str, str]:
-    return {
-        "streamer": __version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "safetensors": safetensors.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def check_owns(optimizer: AdamW, executor: Executor) -> None:

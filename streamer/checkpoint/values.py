@@ -17,19 +17,14 @@ from streamer.optim.replay.spill import OnDisk
 #: Takes a tensor to store outside of the JSON, and returns the name that stands for it in the JSON.
 Put = Callable[[torch.Tensor | OnDisk], str]
 
-_HUGE = 1 << 64
-
 
 def encode(value: Any, put: Put, where: str = "extra") -> Any:
     """``value`` in JSON's types. Raises ValueError for anything but a number, a string, a list, a tuple, a
     dict, None, a tensor or an array, naming its place."""
     if isinstance(value, np.generic):
         value = value.item()
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
-    if type(value) is int:
-        # Python takes no more than 4300 decimal digits
-        return value if abs(value) < _HUGE else {"int": hex(value)}
     if type(value) is float:
         return {"float": value.hex()}
     try:
@@ -64,7 +59,7 @@ def decode(value: Any, get: Callable[[str], torch.Tensor]) -> Any:
         ((kind, held),) = value.items()
         if kind == "float":
             return float.fromhex(held)
-        if kind == "int":
+        if kind == "int":  # of version 0.1: an integer of more than 64 bits
             return int(held, 16)
         if kind == "tensor":
             return get(held)
@@ -88,16 +83,6 @@ def random_states() -> dict[str, Any]:
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
-
-
-def check_random_states(states: dict[str, Any]) -> None:
-    """Raise an error, of any kind, unless `set_random_states` accepts these states."""
-    random.Random().setstate(states["python"])
-    np.random.RandomState().set_state(states["numpy"])
-    torch.Generator().set_state(states["cpu"])
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index, state in enumerate(states["cuda"][:here]):
-        torch.Generator(f"cuda:{index}").set_state(state)
 
 
 def set_random_states(states: dict[str, Any]) -> None:

@@ -212,10 +212,11 @@ class State(MutableMapping[str, Any]):
         #: the parameter's position in `Unit.steps`
         self.place = next(place for place, each in enumerate(home.unit.layout.slices) if each is home.slice)
         self._values: dict[str, Any] = {"step": home.unit.steps[self.place].fill_(step)}
-        store = home.executor.store
-        #: whether moments stay where they are in memory
-        self._stays = not (store.can_move or store.is_divided)
-        #: the views of those that were read, where moments stay
+        store, shard = home.executor.store, home.executor.shard(home.unit)
+        #: the moments that stay where they are in memory, and guarded views of those that were read
+        self._fixed: dict[str, torch.Tensor] = {}
+        if not (store.can_move or store.is_divided):
+            self._fixed |= {name: shard.part(each, home.slice) for name, each in self._purposes.items()}
         self._views: dict[str, torch.Tensor] = {}
         #: the other tensors returned, each with its version, and whether it is a copy
         self._returned: list[tuple[weakref.ref[torch.Tensor], int, bool]] = []
@@ -252,11 +253,10 @@ class State(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._purposes:
             return self._values[name]
-        if not self._stays:
+        if name not in self._fixed:
             return self._current(self._purposes[name])
         if name not in self._views:
-            shard = self._home.executor.shard(self._home.unit)
-            self._views[name] = _guarded(self._home, shard.part(self._purposes[name], self._home.slice))
+            self._views[name] = _guarded(self._home, self._fixed[name])
         return self._views[name]
 
     def _current(self, purpose: Purpose) -> torch.Tensor:

@@ -24,9 +24,6 @@ ModelClass = Callable[..., nn.Module]
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 
-#: Oldest release of the transformers library: the first whose conversions return the converted tensors.
-_OLDEST = (5, 1)
-
 
 def build(path: Path, model_class: ModelClass | None, config: Any, dtype: torch.dtype | None) -> nn.Module:
     """The model with its parameters on the meta device and its buffers on the CPU with their values.
@@ -143,10 +140,6 @@ def _of_transformers(
     if _is_auto(kind) and type(config) not in kind._model_mapping:
         raise ValueError(f"{kind.__name__} has no class for a {type(config).__name__}: use another")
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    if dtype is not None:  # early releases do not change the configs of inner models
-        for inner in (getattr(config, name, None) for name in config.sub_configs):
-            if inner is not None:
-                inner.dtype = dtype
     with parameters_on_meta():
         if _is_auto(kind):
             model = kind.from_config(config, trust_remote_code=False, **options)
@@ -240,16 +233,11 @@ def _named_in(transformers: Any, config: Any, folder: Path) -> Any:
 
 
 def transformers_library() -> Any:
-    """The transformers library. Raises ValueError, naming the remedy, if it is missing or too old."""
+    """The transformers library. Raises ValueError, with the command that installs it, if it is missing."""
     try:
-        transformers = importlib.import_module("transformers")
+        return importlib.import_module("transformers")
     except ImportError as error:
         raise ValueError(
             "models and tokenizers of Hugging Face need the transformers library: "
             f"pip install 'layer-streamer[hf]' ({error})"
         ) from error
-    version = transformers.__version__
-    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
-        oldest = ".".join(map(str, _OLDEST))
-        raise ValueError(f"this is transformers {version}, and {oldest} or newer is needed: upgrade it")
-    return transformers

@@ -28,10 +28,11 @@ from streamer.pretrained.quantized_files import (
     StoredQuantized,
     StoredStack,
     linear_in_4_bits,
+    linear_without_values,
     need,
     weight_in_4_bits,
 )
-from streamer.pretrained.stacks import dequantize_in_forward, original, stacks_in
+from streamer.pretrained.stacks import dequantize_4_bits_in_forward, dequantize_in_forward, stacks_in
 
 #: Layers by path.
 Layers = Sequence[tuple[str, nn.Module]]
@@ -86,7 +87,7 @@ class _Int8(Scheme):
         return quantized
 
     def linear(self, outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
-        return nn.Linear(inputs, outputs, bias=False, device=META, dtype=dtype)
+        return linear_without_values(outputs, inputs, dtype)
 
     def put(self, module: nn.Module, key: str, weight: nn.Parameter) -> None:
         dequantize_in_forward(module, key, weight)
@@ -141,12 +142,8 @@ class _NF4(Scheme):
         return linear_in_4_bits(outputs, inputs, dtype, "nf4")
 
     def put(self, module: nn.Module, key: str, weight: nn.Parameter) -> None:
-        # bitsandbytes quantizes the module's values, but there are none yet
-        setattr(module, key, nn.Parameter(torch.zeros(self.BLOCK), requires_grad=False))
-        import_module("bitsandbytes.nn.parametrize").replace_parameter_4bit(module, key, quant_type="nf4")
-        of_key: Any = original(module, key)
-        of_key._parameters["original"] = weight
-        of_key[0].quant_state = weight.quant_state  # type: ignore[attr-defined]
+        dtype = weight.quant_state.dtype  # type: ignore[attr-defined]
+        dequantize_4_bits_in_forward(module, key, weight, dtype=dtype)
 
     def config(self, left: Sequence[str], dtype: torch.dtype) -> Any:
         return transformers_library().BitsAndBytesConfig(
@@ -212,16 +209,9 @@ def quantize_weights(
         if scheme.most_values is not None and param.numel() >= scheme.most_values:
             raise ValueError(
                 f"quantize={word!r}: '{name}' has {param.numel()} values, and {scheme.library} dequantizes "
-                f"fewer than {scheme.most_values} at once: give quantize='int8', or a skip= that is found in "
+                f"fewer than {scheme.most_values} at once: set quantize='int8', or skip= to a pattern of "
                 "its name"
             )
-    whole = sum(param.numel() for param in {p for _, layer in layers for p in layer.parameters()})
-    part = sum(param.numel() for param in chosen.values())
-    if 2 * part < whole and not patterns:
-        warn(
-            f"quantize= takes the weights of linear modules and experts, {100 * part / whole:.0f} % of what "
-            "is in the layers; the rest stays as it is"
-        )
     for_inputs = dtype or next(iter(chosen.values())).dtype
     for name, param in chosen.items():
         quantized = _quantizing(param, _is_transposed(linear.get(name)), scheme, tensors, dtype)
@@ -234,7 +224,7 @@ def quantize_weights(
             _put(*stacks[name], scheme.put, quantized, tensors)
     if of_library(model):
         left = [name for name, each in model.named_modules() if _is_linear(each) and name not in chosen]
-        _tell_transformers(model, scheme.config(left, for_inputs))
+        _mark_quantized(model, scheme.config(left, for_inputs))
         if stacks.keys() & chosen.keys():
             _refuse_files(model, "experts that are one quantized tensor")
 
@@ -278,7 +268,7 @@ def take_quantized(
         warn(
             f"{shortened(sorted(names))}: quantized in the files, and dequantized during reading, since {why}"
         )
-    _tell_transformers(model, model.config.quantization_config)
+    _mark_quantized(model, model.config.quantization_config)
     if any(isinstance(it, StoredQuantized) and it.block for it in stored.values()):
         _refuse_files(model, "block-wise fp8 that is in tensors of torchao")
     elif stacks:
@@ -353,7 +343,7 @@ def _replace(
     model.set_submodule(name, linear)
 
 
-def _tell_transformers(model: Any, config: Any) -> None:
+def _mark_quantized(model: Any, config: Any) -> None:
     """Set attributes by which transformers, peft and trainers know the quantization, as for models that
     transformers itself has quantized."""
     auto = import_module("transformers.quantizers.auto").AutoHfQuantizer

@@ -30,8 +30,6 @@ _BLOCK_SCALES = "_scale_inv"
 #: The tensors of bitsandbytes other than codes: scales and their code book, and those of quantized scales.
 _SCALES, _NESTED = ("absmax", "quant_map"), ("nested_absmax", "nested_quant_map")
 _MAPS = ("quant_map", "nested_quant_map")
-#: Its other options, the last two for quantized scales.
-_OPTIONS = ("blocksize", "nested_dtype", "nested_offset")
 #: Suffixes of the names of tensors that belong to a quantized weight.
 _SUFFIXES = (*(f".{name}" for name in (*_SCALES, *_NESTED)), _BLOCK_SCALES)
 #: The kernels of bitsandbytes take the number of values as a 32-bit integer.
@@ -118,10 +116,6 @@ def _four_bits(
             getattr(torch, options["dtype"]),
             options["quant_type"],
         )
-        if missing := [
-            name for name in _OPTIONS[: 3 if "nested_blocksize" in options else 1] if name not in options
-        ]:
-            raise KeyError(missing[0])
         nested = _NESTED if "nested_blocksize" in options else ()
         codes, *_ = found[weight], *(scales[name] for name in (*_SCALES, *nested))
     except (KeyError, ValueError, AttributeError) as error:
@@ -171,6 +165,11 @@ def linear_in_4_bits(outputs: int, inputs: int, compute: torch.dtype, kind: str)
     return module
 
 
+def linear_without_values(outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
+    """A linear module of PyTorch, with its weight still to be set."""
+    return nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)
+
+
 def _blocks(scale: Stored, codes: Stored, block: Sequence[int], usual: torch.dtype) -> StoredQuantized:
     grid = tuple(-(-length // of_block) for length, of_block in zip(codes.shape, block, strict=False))
     if len(codes.shape) != 2 or scale.shape != grid or any(map(int.__mod__, codes.shape, block)):
@@ -187,7 +186,7 @@ def _blocks(scale: Stored, codes: Stored, block: Sequence[int], usual: torch.dty
         codes.shape,
         parts=parts,
         build=partial(_eight_bits, block=block),
-        linear=_linear,
+        linear=linear_without_values,
         block=tuple(block),
     )
 
@@ -229,14 +228,26 @@ class StoredStack(abc.ABC):
         return "each is a tensor of torchao"
 
     @property
-    @abc.abstractmethod
     def pieces(self) -> dict[str, Sequence[Stored]]:
-        """The parts that are unchanged in the files, by name: the stored tensors, one after the other."""
+        """The stored tensors of each part, one after the other, by the part's name. Code books are the same
+        for all matrices."""
+        first = self.matrices[0].parts
+        return {
+            name: [first[name]] if name in _MAPS else [it.parts[name] for it in self.matrices]
+            for name in first
+        }
 
     @property
-    @abc.abstractmethod
     def parts(self) -> dict[str, Callable[[torch.device | str], torch.Tensor]]:
         """Functions that read each part to a device, by name; to the meta device without values."""
+        return {
+            name: partial(_joined, pieces, self.shape_of(name, sum(prod(it.shape) for it in pieces)))
+            for name, pieces in self.pieces.items()
+        }
+
+    @abc.abstractmethod
+    def shape_of(self, part: str, numel: int) -> tuple[int, ...]:
+        """The shape of a part, which has ``numel`` elements."""
 
     @abc.abstractmethod
     def quantized(self, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
@@ -250,14 +261,8 @@ class StoredStack(abc.ABC):
 class _StackIn8Bits(StoredStack):
     """A stack of block-wise 8-bit floats."""
 
-    @property
-    def pieces(self) -> dict[str, Sequence[Stored]]:
-        return {part: [it.parts[part] for it in self.matrices] for part in self.matrices[0].parts}
-
-    @property
-    def parts(self) -> dict[str, Callable[[torch.device | str], torch.Tensor]]:
-        shapes = {"qdata": self.shape, "scale": tuple(map(int.__floordiv__, self.shape, self._block))}
-        return {part: partial(_joined, pieces, shapes[part]) for part, pieces in self.pieces.items()}
+    def shape_of(self, part: str, numel: int) -> tuple[int, ...]:
+        return self.shape if part == "qdata" else tuple(map(int.__floordiv__, self.shape, self._block))
 
     def quantized(self, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
         parts = {part: read(device) for part, read in self.parts.items()}
@@ -272,18 +277,18 @@ class _StackIn8Bits(StoredStack):
 
 
 class _StackIn4Bits(StoredStack):
-    """A stack in 4 bits of bitsandbytes. [Note: experts in 4 bits]
-
-    Quantized scales, if those of a matrix are not a whole number of blocks, are dequantized by bitsandbytes
-    during reading: to fp32, 4 bytes for a block of values in place of 1.
-    """
+    """A stack in 4 bits of bitsandbytes. [Note: experts in 4 bits]"""
 
     @staticmethod
     def why_not(matrices: Sequence[StoredQuantized]) -> str:
         """The reason why there is no such stack; empty if there is."""
-        block, numels = matrices[0].state["blocksize"], [prod(it.shape) for it in matrices]
-        if len(numels) > 1 and (odd := [numel for numel in numels if numel % block]):
-            return f"a matrix of {odd[0]} values is not a whole number of blocks of {block}"
+        state, numels = matrices[0].state, [prod(it.shape) for it in matrices]
+        if len(matrices) > 1:
+            block = state["blocksize"] * state.get("nested_blocksize", 1)
+            if odd := [numel for numel in numels if numel % block]:
+                return f"a matrix of {odd[0]} values is not a whole number of blocks of {block}"
+            if "nested_blocksize" in state and len({*numels}) > 1:
+                return "their scales are quantized, and they are not of one size"
         if sum(numels) >= MOST_VALUES:
             return f"bitsandbytes dequantizes fewer than {MOST_VALUES} values at once"
         return ""
@@ -294,77 +299,36 @@ class _StackIn4Bits(StoredStack):
 
     @property
     def _has_quantized_scales(self) -> bool:
-        """Whether the scales stay quantized."""
-        if "nested_blocksize" not in self._state or len(self.matrices) == 1:
-            return "nested_blocksize" in self._state
-        numels = {prod(it.shape) for it in self.matrices}
-        block = self._state["blocksize"] * self._state["nested_blocksize"]
-        return len(numels) == 1 and not any(numel % block for numel in numels)
+        return "nested_blocksize" in self._state
 
-    @property
-    def pieces(self) -> dict[str, Sequence[Stored]]:
-        first, nested = self.matrices[0].parts, self._has_quantized_scales
-        as_they_are = nested or "nested_blocksize" not in self._state
-        joined = ("codes", *["absmax"] * as_they_are, *["nested_absmax"] * nested)
-        shared = ("quant_map", *["nested_quant_map"] * nested)
-        found: dict[str, Sequence[Stored]] = {}
-        found |= {name: [it.parts[name] for it in self.matrices] for name in joined}
-        found |= {name: [first[name]] for name in shared}
-        return found
+    def shape_of(self, part: str, numel: int) -> tuple[int, ...]:
+        count = len(self.matrices)
+        if part == "codes":
+            return numel, 1
+        if part == "absmax" and self._has_quantized_scales and count > 1:
+            return count, numel // count
+        return (numel,)
 
     @property
     def parts(self) -> dict[str, Callable[[torch.device | str], torch.Tensor]]:
-        pieces, count = self.pieces, len(self.matrices)
-        blocks = -(-prod(self.shape) // self._state["blocksize"])
-        shapes: dict[str, tuple[int, ...]] = {
-            "codes": (sum(prod(it.shape) for it in pieces["codes"]), 1),
-            "absmax": (count, blocks // count) if self._has_quantized_scales and count > 1 else (blocks,),
-        }
-        found: dict[str, Callable[[torch.device | str], torch.Tensor]] = {}
-        for name, of_name in pieces.items():
-            if name in _MAPS:
-                found[name] = partial(_shared, [it.parts[name] for it in self.matrices])
-            else:
-                shape = shapes.get(name, (sum(prod(it.shape) for it in of_name),))
-                found[name] = partial(_joined, of_name, shape)
-        if "absmax" not in found:
-            found["absmax"] = partial(self._scales, blocks)
-        if self._has_quantized_scales:
-            found["offset"] = self._offsets
-        return found
+        return super().parts | ({"offset": self._offsets} if self._has_quantized_scales else {})
 
     def _offsets(self, device: torch.device | str) -> torch.Tensor:
         offsets = torch.tensor([float(it.state["nested_offset"]) for it in self.matrices], device="cpu")
         return (offsets[:, None] if len(self.matrices) > 1 else offsets[0]).to(device)
 
-    def _scales(self, blocks: int, device: torch.device | str) -> torch.Tensor:
-        scales = torch.empty(blocks, device=device)
-        if not scales.is_meta:
-            functional = import_module("bitsandbytes").functional
-            places = scales.split([prod(it.shape) // self._state["blocksize"] for it in self.matrices])
-            read = (read_all([it.parts[name] for it in self.matrices]) for name in ("absmax", *_NESTED))
-            for place, offset, codes, *nested in zip(places, self._offsets(device), *read, strict=True):
-                # as dequantize_4bit does it
-                state = self._of_scales(*(part.to(device) for part in nested))
-                place.copy_(functional.dequantize_blockwise(codes.to(device), state)).add_(offset)
-        return scales
-
-    def _of_scales(self, absmax: torch.Tensor, code: torch.Tensor) -> Any:
-        """The QuantState of scales that are quantized."""
-        return import_module("bitsandbytes").functional.QuantState(
-            absmax=absmax,
-            blocksize=self._state["nested_blocksize"],
-            code=code,
-            dtype=getattr(torch, self._state["nested_dtype"]),
-        )
-
     def quantized(self, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
-        bnb, options = import_module("bitsandbytes"), self._state
+        new_state, options = import_module("bitsandbytes").functional.QuantState, self._state
         parts = {name: read(device) for name, read in self.parts.items()}
-        nested = None
+        of_scales = None
         if self._has_quantized_scales:
-            nested = self._of_scales(*(parts[name] for name in _NESTED))
-        state = bnb.functional.QuantState(
+            of_scales = new_state(
+                absmax=parts["nested_absmax"],
+                blocksize=options["nested_blocksize"],
+                code=parts["nested_quant_map"],
+                dtype=getattr(torch, options["nested_dtype"]),
+            )
+        state = new_state(
             absmax=parts["absmax"],
             shape=torch.Size(self.shape),
             code=parts["quant_map"],
@@ -372,7 +336,7 @@ class _StackIn4Bits(StoredStack):
             quant_type=options["quant_type"],
             dtype=self.matrices[0].dtype,
             offset=parts.get("offset"),
-            state2=nested,
+            state2=of_scales,
         )
         return weight_in_4_bits(parts["codes"], state)
 
@@ -384,19 +348,6 @@ def _kind(it: StoredQuantized) -> tuple[object, ...]:
     """The options that dequantize 4 bits, except tensors and those of each matrix."""
     of_all = ("quant_type", "blocksize", "nested_blocksize", "nested_dtype")
     return tuple(it.state.get(name) for name in of_all)
-
-
-def _shared(same: Sequence[Stored], device: torch.device | str) -> torch.Tensor:
-    """The first of tensors that all have the ``same`` values. Raises CheckpointError if they do not."""
-    first = _read(same[0], device)
-    if not first.is_meta:
-        for it, values in zip(same, read_all(same), strict=True):
-            if not torch.equal(values.to(device), first):
-                raise CheckpointError(
-                    f"'{it.name}' has other values than '{same[0].name}', and both are for one tensor here: "
-                    "quantize all experts with the same release of bitsandbytes"
-                )
-    return first
 
 
 def _joined(pieces: Sequence[Stored], shape: Sequence[int], device: torch.device | str) -> torch.Tensor:
@@ -444,12 +395,14 @@ def _take_tensors_of_torchao(found: dict[str, Stored], file: Path) -> None:
 
         without = build({part: _read(it, "meta") for part, it in parts.items()}, torch.float32)
         found[name] = StoredQuantized(
-            name, file, without.dtype, tuple(without.shape), parts=parts, build=build, linear=_linear
+            name,
+            file,
+            without.dtype,
+            tuple(without.shape),
+            parts=parts,
+            build=build,
+            linear=linear_without_values,
         )
-
-
-def _linear(outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
-    return nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)
 
 
 def usual_dtype(stored: Mapping[str, Stored]) -> torch.dtype | None:

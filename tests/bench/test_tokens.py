@@ -47,7 +47,7 @@ def test_plain_beside_streamed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert group["contenders"]["streamed"]["refused"] is None, group["contenders"]["streamed"]
         assert f"| {group['tokens_per_step']:,} | " in text
     figure = readme_figure(report)
-    assert "at these shares of plain PyTorch's tokens per second" in figure
+    assert "as a share of the tokens per second of plain PyTorch" in figure
 
 
 def test_what_plain_holds_is_what_its_tensors_take() -> None:

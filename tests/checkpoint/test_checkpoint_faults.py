@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import json
 import os
 import random
 import shutil
@@ -17,14 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import streamer
-from streamer.checkpoint.manifest import NAME, Manifest, checkpoints
+from streamer.checkpoint.manifest import Manifest
 from streamer.store.layout import num_blocks
-from tests.checkpoint.test_files import rewrite
 
 WIDTH = 12
 
@@ -210,87 +206,6 @@ def test_damage_anywhere_is_named_and_changes_nothing(pair: tuple[Run, Path], tm
     refused(run, bad, "weights-0000[02].safetensors: tensor 'blocks")
 
 
-VALUES = ["model", "optimizer", "random", "extra"]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        *(lambda body, key=key: body["values"].pop(key) for key in VALUES),
-        *(lambda body, key=key: body["values"].update({key: 3}) for key in VALUES),
-        *(lambda body, key=key: body["values"].update({key: {"tensor": "99"}}) for key in VALUES),
-        *(lambda body, key=key: body["values"]["optimizer"].pop(key) for key in ("groups", "steps", "class")),
-        lambda body: body["values"]["optimizer"].update(state_dtype="float8"),
-        lambda body: body["values"]["optimizer"]["groups"][0].update(options={"dict": [["lr", -1]]}),
-        lambda body: body["values"]["optimizer"]["steps"].update({"last.bias": 1.5}),
-        lambda body: body["values"]["model"].update(gradient_scale="1"),
-        lambda body: body["values"]["model"].update(skipped_steps=None),
-        lambda body: body["values"]["random"]["dict"].pop(0),
-        lambda body: body["values"]["random"]["dict"][2].__setitem__(1, {"tensor": "0"}),
-        lambda body: body["files"].pop("values.safetensors"),
-        lambda body: body["files"].pop("optimizer-root.safetensors"),
-        lambda body: body["files"].pop("weights-00000.safetensors"),
-        lambda body: body["files"].pop("buffers.safetensors"),
-        lambda body: body["files"]["weights-root.safetensors"].pop("last.bias"),
-    ],
-)
-def test_other_values_change_nothing(
-    pair: tuple[Run, Path], tmp_path: Path, change: Callable[[Any], None]
-) -> None:
-    run, good = pair
-    bad = copied(good, tmp_path / "bad")
-    rewrite(bad, change)
-    assert str(bad) in refused(run, bad)
-
-
-def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    yield at
-    if isinstance(value, dict | list):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value[:8]):
-            yield from places(item, (*at, key))
-
-
-junk = st.sampled_from([None, True, -1, 0, 10**30, 1.5, "", "x", "../x", [], {}, [[]], {"dict": 3}, "drop"])
-
-
-def test_mutated_manifests_load_whole_or_not_at_all(pair: tuple[Run, Path], tmp_path: Path) -> None:
-    run, good = pair
-    every = [at for at in places(json.loads((good / NAME).read_text())["body"]) if at]
-    folder = copied(good, tmp_path / "fuzzed")
-    group = run.optimizer.param_groups[0]
-    options = {key: value for key, value in group.items() if key != "params"}
-    run.save(tmp_path / "back")
-
-    @settings(max_examples=60, phases=[Phase.generate], deadline=None, derandomize=True, database=None)
-    @given(st.sampled_from(every), junk)
-    def fuzz(at: tuple[Any, ...], value: Any) -> None:
-        shutil.copy(good / NAME, folder / NAME)
-
-        def change(body: Any) -> None:
-            for key in at[:-1]:
-                body = body[key]
-            if value == "drop":
-                body.pop(at[-1])
-            else:
-                body[at[-1]] = value
-
-        rewrite(folder, change)
-        reference = run.all()
-        try:
-            run.load(folder)
-        except streamer.CheckpointError as error:
-            assert "\n" not in str(error)
-            assert run.all() == reference
-        else:
-            run.load(tmp_path / "back")
-            for key in group.keys() - options.keys() - {"params"}:
-                del group[key]
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fuzz()
-
-
 OTHERS: list[tuple[dict[str, Any], str]] = [
     (
         {"sizes": {"width": 8}},
@@ -303,7 +218,6 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
         {"make": lambda p: streamer.AdamW([{"params": p[1:]}, {"params": p[:1]}])},
         r"groups of \[\d+\] .*groups of \[\d+, 1\].*\(group 0 there, group 1 here\)$",
     ),
-    ({"make": lambda p: streamer.AdamW(p[::-1])}, r"differ: blocks.0.0.bias \(place \d+ there"),
     ({"make": lambda p: streamer.AdamW(p[1:])}, r"differ: unused \(group 0 there, missing here\)$"),
     ({"make": lambda p: torch.optim.SGD(p, 0.1)}, "state of streamer.AdamW, and this is SGD"),
     ({"make": lambda p: torch.optim.AdamW(p)}, "state of streamer.AdamW, and this is AdamW"),
@@ -584,7 +498,6 @@ def test_a_full_disk(runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     whole.train(0, 1)
     assert run.all() == whole.all()
     run.save(tmp_path / "newer")
-    assert len(checkpoints(tmp_path)) == 2
     runs(seed=3).load(tmp_path / "newer")
 
 

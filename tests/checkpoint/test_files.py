@@ -6,13 +6,9 @@ import json
 import math
 import os
 import random
-import shutil
-import subprocess
-import sys
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -24,16 +20,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import streamer.checkpoint.tensors
 from streamer import CheckpointError
-from streamer.checkpoint.manifest import NAME, VERSION, Manifest, checkpoints, new_folder, prune
+from streamer.checkpoint.manifest import NAME, VERSION, Manifest, new_folder
 from streamer.checkpoint.tensors import (
-    CHUNK_BYTES,
     DTYPES,
     Flushing,
     Piece,
     check_tensors,
-    file_bytes,
     reading,
     write_tensors,
 )
@@ -81,7 +74,6 @@ def test_every_dtype_shape_and_name_comes_back(tmp_path: Path) -> None:
             assert same(theirs[name], tensor), name
             assert entries[name].shape == tuple(tensor.shape)
     data = (tmp_path / "t").read_bytes()
-    assert len(data) == file_bytes([Piece.of(n, t) for n, t in EVERY.items()])
     start = 8 + int.from_bytes(data[:8], "little")
     assert start % 8 == 0
     for name, entry in entries.items():  # each begins at a multiple of its elements
@@ -125,11 +117,7 @@ def test_what_is_no_file_of_tensors(tmp_path: Path) -> None:
 SMALL = {"a": torch.arange(5, dtype=torch.int8), "b": torch.arange(6.0).view(2, 3)}
 
 
-@pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 5])
-def test_every_truncation_and_every_flipped_bit_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
-) -> None:
-    monkeypatch.setattr(streamer.checkpoint.tensors, "CHUNK_BYTES", chunk_bytes)
+def test_every_truncation_and_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
     entries = write(tmp_path / "t", SMALL)
     check_tensors(tmp_path / "t", entries)
     good = (tmp_path / "t").read_bytes()
@@ -154,47 +142,10 @@ def test_damage_names_the_tensor(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"t: tensor 'a' is damaged \(its checksum differs\)$"):
         check_tensors(tmp_path / "t", entries)
     other = write(tmp_path / "u", {"a": torch.zeros(5), "b": torch.zeros(2, 3)})
-    with pytest.raises(CheckpointError, match=r"t: tensor 'a' is not where or what the manifest says"):
+    with pytest.raises(CheckpointError, match="t: tensor 'a' is not the one of the manifest"):
         check_tensors(tmp_path / "t", other)
-    with pytest.raises(CheckpointError, match="t: tensor 'a' is not where or what the manifest says"):
-        check_tensors(tmp_path / "t", {"b": entries["b"]})
-
-
-headers = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("scratch")
-
-
-@FEW
-@given(
-    header=st.binary(max_size=40)
-    | headers.map(lambda value: json.dumps(value).encode())
-    | st.tuples(st.sampled_from(["dtype", "shape", "data_offsets"]), headers).map(
-        lambda pair: json.dumps(
-            {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | {pair[0]: pair[1]}}
-        ).encode()
-    )
-    | st.sampled_from([b"[" * 100_000, b'{"a": ' * 100_000, b"1" * 5000])
-)
-def test_other_headers_are_errors_of_the_checkpoint(scratch: Path, header: bytes) -> None:
-    path = scratch / "fuzzed"
-    path.unlink(missing_ok=True)
-    entries = write(path, {"a": torch.ones(2)})
-    path.write_bytes(len(header).to_bytes(8, "little") + header + torch.ones(2).numpy().tobytes())
-    try:
-        check_tensors(path, entries)
-        with reading(path) as read:
-            assert torch.equal(read("a"), torch.ones(2))
-    except CheckpointError as error:
-        assert str(path) in str(error)
-        assert "\n" not in str(error)
+    with pytest.raises(CheckpointError, match="t: tensor 'c'"):
+        check_tensors(tmp_path / "t", {"c": entries["b"]})
 
 
 # values
@@ -234,7 +185,7 @@ HARD = [
     {1: "int", "1": "text", 2.0: "float", None: 0, (1, "a"): 0},
     {True: "bool", 0: "int"},
     [math.nan, math.inf, -math.inf, -0.0, 5e-324, 0.1, 1e308],
-    [2**64, -(2**64), 2**63 - 1, 10**5000, -(10**5000)],  # Python prints 4300 digits
+    [2**64, -(2**64), 2**63 - 1, 2**128],
     ["\ud800", "\0", "é€\U0001f600", ""],
     [{"list": [1]}, {"float": "0x1p0"}, {"dict": {}}, {"tensor": "0"}, (), [], {}],
     {"a": [({"b": ((1,),)},)]},
@@ -257,11 +208,7 @@ OF_NUMPY = [
 )
 def test_hard_values_come_back_and_scalars_of_numpy_as_those_of_python(value: Any, expected: Any) -> None:
     came = through(value)
-    sys.set_int_max_str_digits(0)
-    try:
-        assert (type(came), repr(came)) == (type(expected), repr(expected))
-    finally:
-        sys.set_int_max_str_digits(4300)
+    assert (type(came), repr(came)) == (type(expected), repr(expected))
 
 
 @pytest.mark.parametrize(
@@ -327,14 +274,6 @@ def manifest_in(folder: Path, step: int = 3, **values: Any) -> Manifest:
     return manifest
 
 
-def rewrite(folder: Path, change: Callable[[Any], object]) -> None:
-    """Let ``change`` write into the body, with a checksum that is right."""
-    body = json.loads((folder / NAME).read_text())["body"]
-    change(body)
-    given = {"version": VERSION, "crc32": zlib.crc32(json.dumps(body, sort_keys=True).encode()), "body": body}
-    (folder / NAME).write_text(json.dumps(given))
-
-
 def test_flipped_bits_of_a_manifest_are_noticed(tmp_path: Path) -> None:
     manifest_in(tmp_path)
     good = (tmp_path / NAME).read_bytes()
@@ -360,62 +299,13 @@ def test_no_manifest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        *((text, "not a manifest") for text in ("[]", "{}", "3", '{"version": true}', '{"version": 0}')),
-        ("[" * 100_000, "damaged"),
+        *((text, "damaged") for text in ("[]", "{}", "3", '{"version": "1"}', '{"version": 1}')),
         (f'{{"version": {VERSION + 1}, "tensors": "elsewhere"}}', f"version {VERSION + 1} .* update it"),
     ],
 )
 def test_no_manifest_of_a_checkpoint_that_can_be_read(tmp_path: Path, text: str, match: str) -> None:
     (tmp_path / NAME).write_text(text)
     with pytest.raises(CheckpointError, match=f"{NAME}: .*{match}"):
-        Manifest.read(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("../x.safetensors", "/x.safetensors", "sub/x.safetensors", "..\\x.safetensors", ".safetensors"),
-        *("x", "", "..", "x\0.safetensors", "\ud800.safetensors", "x.safetensors\n", "C:x.safetensors"),
-    ],
-)
-def test_no_path_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
-    manifest_in(tmp_path)
-    rewrite(tmp_path, lambda body: body["files"].update({name: body["files"]["a-1.safetensors"]}))
-    with pytest.raises(CheckpointError, match="is not the name of a file in its folder"):
-        Manifest.read(tmp_path)
-
-
-def of_entry(key: str, value: Any) -> Any:
-    return lambda body: body["files"]["a-1.safetensors"]["b"].update({key: value})
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        *(lambda body, key=key: body.pop(key) for key in ("step", "files", "written_by")),
-        lambda body: body.clear(),
-        lambda body: body.update(step=1.5),
-        lambda body: body.update(step=True),
-        lambda body: body.update(values=[]),
-        lambda body: body.update(written_by=None),
-        lambda body: body.update(files=[1]),
-        lambda body: body.update(files={"a-1.safetensors": [1]}),
-        of_entry("shape", 3),
-        of_entry("shape", [-2, -3]),
-        of_entry("shape", [2.0, 3]),
-        of_entry("offset", "0"),
-        of_entry("nbytes", 25),
-        of_entry("crc32", None),
-        of_entry("dtype", "F128"),
-        of_entry("dtype", ["F32"]),
-        of_entry("layout", "blocks"),
-        of_entry("unknown", 1),
-    ],
-)
-def test_wrong_types_in_a_manifest(tmp_path: Path, change: Any) -> None:
-    manifest_in(tmp_path)
-    rewrite(tmp_path, change)
-    with pytest.raises(CheckpointError, match=f"{NAME}: not laid out as a manifest"):
         Manifest.read(tmp_path)
 
 
@@ -456,46 +346,7 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def dead_process() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
-
-
-def test_checkpoints_by_step_and_prune(tmp_path: Path) -> None:
-    steps = {"z": 2, "a": 30, "m": 4, "b": 100}
-    for name, step in steps.items():
-        manifest_in(tmp_path / name, step)
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "empty").mkdir()
-    shutil.copytree(tmp_path / "b", tmp_path / "damaged")
-    (tmp_path / "damaged" / NAME).write_text("{")
-    dead, huge = dead_process(), 10**30
-    for name in (f".z.writing-{dead}", f".z.deleting-{dead}", f".z.writing-{huge}", ".mine", ".z.writing-"):
-        manifest_in(tmp_path / name, 200)
-    living = [f".q.writing-{os.getpid()}", f".q.deleting-{os.getppid()}", ".q.writing-1"]
-    for name in living:
-        manifest_in(tmp_path / name, 200)
-    assert checkpoints(tmp_path / "missing") == []
-    prune(tmp_path / "missing", 1)
-    assert [path.name for path in checkpoints(tmp_path)] == ["z", "m", "a", "b"]
-    prune(tmp_path, 2)
-    assert [path.name for path in checkpoints(tmp_path)] == ["a", "b"]
-    kept = {"a", "b", "notes.txt", "empty", "damaged", ".mine", ".z.writing-", *living}
-    assert {path.name for path in tmp_path.iterdir()} == kept
-    for keep in (0, -1):
-        with pytest.raises(ValueError, match="keep="):
-            prune(tmp_path, keep)
-    assert {path.name for path in tmp_path.iterdir()} == kept
-
-
 def test_what_a_process_of_the_same_number_left_is_removed(tmp_path: Path) -> None:
-    for step, name in enumerate("ab"):
-        manifest_in(tmp_path / name, step)
-    manifest_in(tmp_path / f".a.deleting-{os.getpid()}")
-    prune(tmp_path, 1)
-    assert [path.name for path in checkpoints(tmp_path)] == ["b"]
-    assert not (tmp_path / f".a.deleting-{os.getpid()}").exists()
     manifest_in(tmp_path / f".c.writing-{os.getpid()}")
     with new_folder(tmp_path / "c", nbytes=1):
         pass

@@ -351,7 +351,7 @@ def test_what_cannot_be_quantized(llama: Path, tmp_path: Path, monkeypatch: pyte
     with torch.device("meta"):
         many = Experts(2, 1 << 15)
     with pytest.raises(
-        ValueError, match=r"'0\.experts' has 2147483648 values, .*give quantize='int8', or a skip="
+        ValueError, match=r"'0\.experts' has 2147483648 values, .*set quantize='int8', or skip="
     ):
         quantize_weights(many, [("0", many)], "nf4", (), None, None)
     quantize_weights(many, [("0", many)], "int8", (), None, None)
