@@ -11,7 +11,7 @@ import torch
 import streamer
 from streamer.backends.base import Lane
 from tests.backends.test_cuda import SlowLane, gpt, loss_of
-from tests.optim.masters import assert_same_state, master, masters
+from tests.optim.masters import assert_same_state, master, masters, rounded
 from tests.optim.optimizers import Sum
 from tests.reference import streamed
 
@@ -45,4 +45,4 @@ def test_masters_of_layers_and_of_the_rest(name: str, lane: Lane) -> None:
         assert_same_state(mine, plain)
         streamer.synchronize(model)
         for param in params:
-            assert torch.equal(param.detach().cpu(), master(param).to(torch.bfloat16))
+            assert torch.equal(param.detach().cpu(), rounded(master(param)))

@@ -31,6 +31,11 @@ def master(param: torch.Tensor) -> torch.Tensor:
         return whole.exact(home.slice).float()
 
 
+def rounded(held: torch.Tensor) -> torch.Tensor:
+    """The bf16 weights of fp32 masters: to the nearest, halves away from zero."""
+    return ((held.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32).bfloat16()
+
+
 def masters(params: Sequence[torch.Tensor]) -> list[nn.Parameter]:
     """fp32 parameters with the values of the masters."""
     return [nn.Parameter(master(param)) for param in params]
@@ -68,10 +73,7 @@ class RMSpropOnMasters(torch.optim.RMSprop):
         take_gradients(self._masters, self._params)
         super().step()
         for param, held in zip(self._params, self._masters, strict=True):
-            halves = held.detach().view(torch.int32) + 0x8000
-            param.data.copy_(
-                held if param.dtype == torch.float32 else (halves & -0x10000).view(torch.float32)
-            )
+            param.data.copy_(held if param.dtype == torch.float32 else rounded(held.detach()))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for param in self._params:
