@@ -14,7 +14,7 @@ from streamer_native.adam import (
     adamw_split_int8,
 )
 from streamer_native.bfloat16 import join, split, widen
-from streamer_native.momentum import lion, sgd
+from streamer_native.momentum import lion, rms, sgd
 from streamer_native.reduce import accumulate, add, sum_squares
 from streamer_native.segments import QUANTUM, Hyper, Segment
 
@@ -34,6 +34,7 @@ __all__ = [
     "join",
     "lion",
     "num_threads_available",
+    "rms",
     "set_num_threads",
     "sgd",
     "split",

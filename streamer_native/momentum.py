@@ -1,10 +1,14 @@
-"""Rules with one momentum buffer on the host, SGD and Lion: one fused pass over memory per state layout.
+"""Rules with one value of state per element: SGD with momentum, Lion, RMSprop and Adagrad. Each is one fused
+pass over host memory.
 
 - `sgd`: as `torch.optim.SGD` (Sutskever et al., On the importance of initialization and momentum in deep
   learning, ICML 2013). ``grad += weight_decay * master``; ``momentum = momentum * decay + grad * gain``; then
   ``grad`` (with ``nesterov``, ``grad + momentum * decay``, else ``momentum``) times ``lr`` is subtracted from
   the master.
 - `lion`: Algorithm 2 of Chen et al., Symbolic Discovery of Optimization Algorithms (NeurIPS 2023).
+- `rms`: as `torch.optim.RMSprop` (Hinton, Neural Networks for Machine Learning, lecture 6, 2012) and
+  `torch.optim.Adagrad` (Duchi et al., JMLR 2011). ``grad += weight_decay * master``; ``squares = squares *
+  decay + grad ** 2 * gain``; then ``lr * grad / (sqrt(squares) + eps)`` is subtracted from the master.
 
 Operations and their order are those of the PyTorch code, multiply-adds fused as in PyTorch's vector code.
 
@@ -35,15 +39,18 @@ from streamer_native._llvm import float32_from_bits, fused_multiply_add, narrow_
 from streamer_native._threads import Blocks, borrowed, claimed, num_blocks, share_out
 from streamer_native.bfloat16 import join_bits, split_bits
 
+SGD, LION, RMS = range(3)
+
 
 class Rates(NamedTuple):
-    """The factors of one step, the same for all elements. Lion: `gain` is 1 - beta2, `decay` beta2."""
+    """The factors of one step, the same for all elements. Lion: `gain` is 1 - beta2, `decay` beta2. In `rms`
+    they are those of the squares."""
 
     lr: np.float32
     weight_decay: np.float32  # Lion: 1 - lr * weight_decay
     decay: np.float32  # of the momentum
     gain: np.float32  # of the gradient in the momentum
-    ahead: np.float32  # SGD: the momentum's share with Nesterov, else -1; Lion: beta1
+    ahead: np.float32  # SGD: the momentum's share with Nesterov, else -1; Lion: beta1; rms: eps
     grad_scale: np.float32
 
 
@@ -76,33 +83,35 @@ def _lion(
 
 
 @inline
-def _sgd_fp32(master: Float32Array, grad: Any, momentum: Float32Array, r: Rates) -> None:
-    for i in range(master.size):
-        master[i], momentum[i] = _sgd(master[i], to_float32(grad[i]), momentum[i], r)
+def _rms(
+    master: np.float32, grad: np.float32, squares: np.float32, r: Rates
+) -> tuple[np.float32, np.float32]:
+    grad = fused_multiply_add(master, r.weight_decay, grad * r.grad_scale)
+    squares = fused_multiply_add(grad * r.gain, grad, squares * r.decay)
+    return _plain_nan(master + grad * -r.lr / (np.sqrt(squares) + r.ahead)), squares
 
 
 @inline
-def _lion_fp32(master: Float32Array, grad: Any, momentum: Float32Array, r: Rates) -> None:
-    for i in range(master.size):
-        master[i], momentum[i] = _lion(master[i], to_float32(grad[i]), momentum[i], r)
+def _step(
+    rule: int, master: np.float32, grad: np.float32, state: np.float32, r: Rates
+) -> tuple[np.float32, np.float32]:
+    if rule == SGD:
+        return _sgd(master, grad, state, r)
+    return _lion(master, grad, state, r) if rule == LION else _rms(master, grad, state, r)
 
 
 @inline
-def _sgd_split(
-    weight: Uint16Array, remainder: Uint16Array, grad: Any, momentum: Float32Array, r: Rates
+def _step_fp32(rule: int, master: Float32Array, grad: Any, state: Float32Array, r: Rates) -> None:
+    for i in range(master.size):
+        master[i], state[i] = _step(rule, master[i], to_float32(grad[i]), state[i], r)
+
+
+@inline
+def _step_split(
+    rule: int, weight: Uint16Array, remainder: Uint16Array, grad: Any, state: Float32Array, r: Rates
 ) -> None:
     for i in range(weight.size):
-        master, momentum[i] = _sgd(join_bits(weight[i], remainder[i]), to_float32(grad[i]), momentum[i], r)
-        both = split_bits(master)
-        weight[i], remainder[i] = np.uint16(both >> np.uint32(16)), np.uint16(both & np.uint32(0xFFFF))
-
-
-@inline
-def _lion_split(
-    weight: Uint16Array, remainder: Uint16Array, grad: Any, momentum: Float32Array, r: Rates
-) -> None:
-    for i in range(weight.size):
-        master, momentum[i] = _lion(join_bits(weight[i], remainder[i]), to_float32(grad[i]), momentum[i], r)
+        master, state[i] = _step(rule, join_bits(weight[i], remainder[i]), to_float32(grad[i]), state[i], r)
         both = split_bits(master)
         weight[i], remainder[i] = np.uint16(both >> np.uint32(16)), np.uint16(both & np.uint32(0xFFFF))
 
@@ -120,17 +129,25 @@ def _to_weights(weight: Int16Array, master: Float32Array) -> None:
         weight[i] = narrow_half(master[i])
 
 
+# each rule is a constant in a call of its own, so that the loop has no branch
+
+
+@inline
+def _any_fp32(rule: int, master: Float32Array, grad: Any, state: Float32Array, r: Rates) -> None:
+    if rule == SGD:
+        _step_fp32(SGD, master, grad, state, r)
+    elif rule == LION:
+        _step_fp32(LION, master, grad, state, r)
+    else:
+        _step_fp32(RMS, master, grad, state, r)
+
+
 @kernel
-def _fp32(
-    blocks: Blocks, master: Float32Array, grad: Any, momentum: Float32Array, r: Rates, lion: bool
-) -> None:
-    master, grad, momentum = borrowed((master, grad, momentum))
+def _fp32(blocks: Blocks, master: Float32Array, grad: Any, state: Float32Array, r: Rates, rule: int) -> None:
+    master, grad, state = borrowed((master, grad, state))
     for block in claimed(blocks):
         lo, hi = block * BLOCK, (block + 1) * BLOCK
-        if lion:
-            _lion_fp32(master[lo:hi], grad[lo:hi], momentum[lo:hi], r)
-        else:
-            _sgd_fp32(master[lo:hi], grad[lo:hi], momentum[lo:hi], r)
+        _any_fp32(rule, master[lo:hi], grad[lo:hi], state[lo:hi], r)
 
 
 @kernel
@@ -139,17 +156,19 @@ def _split(
     weight: Uint16Array,
     remainder: Uint16Array,
     grad: Any,
-    momentum: Float32Array,
+    state: Float32Array,
     r: Rates,
-    lion: bool,
+    rule: int,
 ) -> None:
-    weight, remainder, grad, momentum = borrowed((weight, remainder, grad, momentum))
+    weight, remainder, grad, state = borrowed((weight, remainder, grad, state))
     for block in claimed(blocks):
         lo, hi = block * BLOCK, (block + 1) * BLOCK
-        if lion:
-            _lion_split(weight[lo:hi], remainder[lo:hi], grad[lo:hi], momentum[lo:hi], r)
+        if rule == SGD:
+            _step_split(SGD, weight[lo:hi], remainder[lo:hi], grad[lo:hi], state[lo:hi], r)
+        elif rule == LION:
+            _step_split(LION, weight[lo:hi], remainder[lo:hi], grad[lo:hi], state[lo:hi], r)
         else:
-            _sgd_split(weight[lo:hi], remainder[lo:hi], grad[lo:hi], momentum[lo:hi], r)
+            _step_split(RMS, weight[lo:hi], remainder[lo:hi], grad[lo:hi], state[lo:hi], r)
 
 
 @kernel
@@ -158,18 +177,15 @@ def _fp16(
     weight: Int16Array,
     master: Float32Array,
     grad: Any,
-    momentum: Float32Array,
+    state: Float32Array,
     r: Rates,
-    lion: bool,
+    rule: int,
 ) -> None:
-    weight, master, grad, momentum = borrowed((weight, master, grad, momentum))
+    weight, master, grad, state = borrowed((weight, master, grad, state))
     for block in claimed(blocks):
         lo, hi = block * BLOCK, (block + 1) * BLOCK
         _from_weights(weight[lo:hi], master[lo:hi])
-        if lion:
-            _lion_fp32(master[lo:hi], grad[lo:hi], momentum[lo:hi], r)
-        else:
-            _sgd_fp32(master[lo:hi], grad[lo:hi], momentum[lo:hi], r)
+        _any_fp32(rule, master[lo:hi], grad[lo:hi], state[lo:hi], r)
         _to_weights(weight[lo:hi], master[lo:hi])
 
 
@@ -191,9 +207,8 @@ def sgd(
     and 1 in the first step. Traffic of a bfloat16 weight: 18 bytes per parameter.
     """
     ahead = decay if nesterov else -1.0
-    _launch(
-        weight, master_data, grad, momentum, (lr, weight_decay, decay, gain, ahead, grad_scale), lion=False
-    )
+    rates = lr, weight_decay, decay, gain, ahead, grad_scale
+    _launch(SGD, weight, master_data, grad, ("momentum", momentum), rates)
 
 
 def lion(
@@ -210,21 +225,44 @@ def lion(
 ) -> None:
     """One step of Lion in place; arrays as in `sgd`."""
     rates = lr, 1 - lr * weight_decay, beta2, 1 - beta2, beta1, grad_scale
-    _launch(weight, master_data, grad, momentum, rates, lion=True)
+    _launch(LION, weight, master_data, grad, ("momentum", momentum), rates)
+
+
+def rms(
+    weight: Float32Array | Uint16Array | Float16Array,
+    master_data: Uint16Array | Float32Array | None,
+    grad: Float32Array | Uint16Array | Float16Array,
+    squares: Float32Array,
+    *,
+    lr: float,
+    weight_decay: float,
+    decay: float,
+    gain: float,
+    eps: float,
+    grad_scale: float = 1.0,
+) -> None:
+    """One step of RMSprop in place, of Adagrad with a `decay` and a `gain` of 1; other arrays as in `sgd`."""
+    rates = lr, weight_decay, decay, gain, eps, grad_scale
+    _launch(RMS, weight, master_data, grad, ("squares", squares), rates)
 
 
 def _launch(
-    weight: Any, master_data: Any, grad: Any, momentum: Float32Array, rates: tuple[float, ...], *, lion: bool
+    rule: int,
+    weight: Any,
+    master_data: Any,
+    grad: Any,
+    state: tuple[str, Float32Array],
+    rates: tuple[float, ...],
 ) -> None:
     size = check("weight", weight, FLOAT32, BFLOAT16, FLOAT16, written=True)
     check("grad", grad, weight.dtype, FLOAT32, size=size)
-    check("momentum", momentum, FLOAT32, size=size, written=True)
-    arrays: tuple[Any, ...] = (weight, grad, momentum)
+    check(*state, FLOAT32, size=size, written=True)
+    arrays: tuple[Any, ...] = (weight, grad, state[1])
     launched: Callable[..., None] = _fp32
     if weight.dtype != FLOAT32:
         name, dtype = ("remainder", BFLOAT16) if weight.dtype == BFLOAT16 else ("master", FLOAT32)
         check(name, master_data, dtype, size=size, written=True)
-        arrays = weight, master_data, grad, momentum
+        arrays = weight, master_data, grad, state[1]
         launched = _split if weight.dtype == BFLOAT16 else _fp16
     coefficients = Rates(*map(np.float32, rates))
-    share_out(launched, num_blocks(size), *map(for_kernel, arrays), coefficients, lion)
+    share_out(launched, num_blocks(size), *map(for_kernel, arrays), coefficients, rule)

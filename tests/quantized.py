@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import streamer
 from streamer.backends.base import Lane
 from streamer.engine.handle import home_of, wrapped
-from tests.optim.masters import RMSpropOnMasters
+from tests.optim.masters import SGDOnMasters
 
 #: Kinds by the library that makes them.
 TORCHAO = ("torchao int8", "torchao float8", "torchao nf4")
@@ -140,7 +140,7 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
 
 def history(model: nn.Module) -> list[Any]:
     """The losses and gradients of two steps, the second with weights that were updated."""
-    optimizer = rmsprop(model)
+    optimizer = sgd(model)
     seen: list[Any] = []
     for step in range(2):
         loss = loss_of(model, step)
@@ -152,10 +152,10 @@ def history(model: nn.Module) -> list[Any]:
     return seen
 
 
-def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer of PyTorch over what ``model`` trains, with fp32 masters whether it is wrapped or not."""
     is_wrapped = home_of(trained(model)[0]) is not None
-    return (torch.optim.RMSprop if is_wrapped else RMSpropOnMasters)(trained(model), lr=1e-2)
+    return (torch.optim.SGD if is_wrapped else SGDOnMasters)(trained(model), lr=0.1)
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

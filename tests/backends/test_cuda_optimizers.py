@@ -17,7 +17,7 @@ from tests.reference import streamed
 
 pytestmark = [pytest.mark.cuda, pytest.mark.cuda_api]
 OPTIMIZERS: dict[str, Any] = {
-    "RMSprop": partial(torch.optim.RMSprop, lr=1e-3),
+    "RMSprop": partial(torch.optim.RMSprop, lr=1e-3, momentum=0.9),
     "Lion": partial(streamer.Lion, lr=1e-3),
     "Sum": partial(Sum, lr=1e-3),
 }

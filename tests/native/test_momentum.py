@@ -1,4 +1,5 @@
-"""The kernels of SGD with momentum and of Lion take PyTorch's steps, to the bit, on every kind of master."""
+"""The kernels of SGD with momentum and of Lion take PyTorch's steps to the bit, those of RMSprop and Adagrad
+nearly so, on every kind of master."""
 
 from __future__ import annotations
 
@@ -85,6 +86,25 @@ def test_lion(dtype: torch.dtype) -> None:
         native.lion(*layout.arrays(step), lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_scale=0.5)
     assert np.array_equal(layout.master(), param.detach().numpy())
     assert np.array_equal(layout.momentum, plain.state[param]["exp_avg"].numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adagrad])
+def test_rms(kind: type[torch.optim.Optimizer], weight_decay: float, dtype: torch.dtype) -> None:
+    param = nn.Parameter(torch.randn(SIZE, generator=torch.Generator().manual_seed(9)))
+    layout = Layout(dtype, param.detach().clone())
+    plain = kind([param], lr=1e-2, eps=1e-6, weight_decay=weight_decay)  # type: ignore[call-arg]
+    decay, gain = (0.99, 1 - 0.99) if kind is torch.optim.RMSprop else (1.0, 1.0)
+    for step in range(4):
+        param.grad = gradient(step) * 0.5
+        plain.step()
+        options = {"lr": 1e-2, "weight_decay": weight_decay, "decay": decay, "gain": gain}
+        native.rms(*layout.arrays(step), **options, eps=1e-6, grad_scale=0.5)
+    # PyTorch does not round square roots correctly
+    np.testing.assert_allclose(layout.master(), param.detach().numpy(), rtol=1e-6, atol=1e-8)
+    squares = plain.state[param]["square_avg" if kind is torch.optim.RMSprop else "sum"]
+    np.testing.assert_allclose(layout.momentum, squares.numpy(), rtol=1e-6 if weight_decay else 0)
 
 
 def test_a_gradient_that_is_not_finite_reaches_the_master() -> None:

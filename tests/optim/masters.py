@@ -55,8 +55,8 @@ def clipped(model: nn.Module, max_norm: float) -> float:
     return factor
 
 
-class RMSpropOnMasters(torch.optim.RMSprop):
-    """RMSprop on fp32 masters of the parameters of a plain model, which are rounded as those of a wrapped
+class SGDOnMasters(torch.optim.SGD):
+    """SGD on fp32 masters of the parameters of a plain model, which are rounded as those of a wrapped
     one: to the nearest, halves away from zero. A master is a parameter's attribute `MASTER`, or its value."""
 
     def __init__(self, params: Iterable[nn.Parameter], **options: Any) -> None:

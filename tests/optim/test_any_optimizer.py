@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 import streamer
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
-from streamer.optim.replay import shard_parts
 from streamer.optim.replay.probe import way_of
 from streamer.optim.replay.shadow import same
 from streamer.optim.replay.step import Call, Way
@@ -43,7 +42,7 @@ schedulefree = pytest.importorskip("schedulefree", reason="pip install schedulef
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 #: What is not exact to the bit on 16-bit weights: our kernel rounds less often.
-TOLERANCE = {"AdamW": 1e-6}
+TOLERANCE = {"AdamW": 1e-6, "Adagrad": 1e-6, "RMSprop plain": 1e-6}
 OPTIMIZERS: dict[str, Make] = {
     "Adafactor": partial(torch.optim.Adafactor, lr=1e-2),
     "Adagrad": partial(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),
@@ -53,6 +52,7 @@ OPTIMIZERS: dict[str, Make] = {
     "Lion": partial(streamer.Lion, lr=1e-3),
     "Muon": partial(torch.optim.Muon, lr=1e-3),
     "RMSprop": partial(torch.optim.RMSprop, lr=1e-3, momentum=0.9),
+    "RMSprop plain": partial(torch.optim.RMSprop, lr=1e-3),
     "RAdam": partial(torch.optim.RAdam, lr=torch.tensor(1e-3)),
     "SGD nesterov": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
     "SGD maximize": partial(torch.optim.SGD, lr=1e-3, maximize=True),
@@ -61,12 +61,6 @@ OPTIMIZERS: dict[str, Make] = {
     "Prodigy": partial(pytorch_optimizer.Prodigy, lr=1.0),  # sums over all parameters, in a loop
     "AdaGC": partial(pytorch_optimizer.AdaGC, lr=1e-3),  # looks at all parameters together
 }
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces so small that the parameters of tiny models are cut."""
-    monkeypatch.setattr(shard_parts, "PIECE_ELEMENTS", 96)
 
 
 @contextmanager
@@ -224,7 +218,7 @@ def test_groups_can_be_added() -> None:
             optimizer.add_param_group({"params": of[4:], "lr": 1e-2})
         train_both(model, params, mine, plain, copies, steps=2)
 
-    assert_alike(BF16, lambda params: torch.optim.RMSprop(params[:4], lr=1e-3), use=use)
+    assert_alike(BF16, lambda params: torch.optim.RMSprop(params[:4], lr=1e-3, momentum=0.9), use=use)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -251,7 +245,7 @@ def test_layers_are_updated_in_backward() -> None:
     for update in ("step", "backward"):
         with model_in(BF16, update=update) as model:
             params = [*model.parameters()]
-            optimizer = torch.optim.RMSprop(with_and_without_decay(params), lr=1e-3)
+            optimizer = torch.optim.RMSprop(with_and_without_decay(params), lr=1e-3, momentum=0.9)
             for step in range(3):
                 torch.manual_seed(step)
                 language_loss(model, step).backward()
@@ -354,17 +348,6 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-class OfLargeRows(torch.optim.SGD):
-    """Divides the gradients of large matrices by the norms of their rows, silently."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for p in (p for group in self.param_groups for p in group["params"]):
-            if p.grad is not None and p.dim() == 2 and p.shape[0] >= 128:
-                p.grad /= p.grad.norm(dim=1, keepdim=True)
-        return super().step(closure)
-
-
 class Random(torch.optim.SGD):
     """Adds noise."""
 
@@ -380,10 +363,8 @@ class Random(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
-        (torch.optim.SGD, Way.PIECES),
-        (torch.optim.RMSprop, Way.PIECES),
-        (torch.optim.Adafactor, Way.PARTS),
-        (OfLargeRows, Way.PARTS),
+        (torch.optim.SGD, Way.PARTS),
+        (torch.optim.RMSprop, Way.PARTS),
         (pytorch_optimizer.Prodigy, Way.PAGED),
         (Counting, Way.WHOLE),
         (Sum, Way.WHOLE),
@@ -391,7 +372,7 @@ class Random(torch.optim.SGD):
     ],
 )
 def test_the_probe_finds_how_steps_are_exact(kind: Any, way: Way) -> None:
-    params = [nn.Parameter(torch.randn(shape)) for shape in [(256, 32), (256,), (32, 256), (7,)]]
+    params = [nn.Parameter(torch.randn(shape)) for shape in [(64, 32), (64,), (32, 64), (7,)]]
     random = torch.get_rng_state()
     optimizer = kind(params, lr=0.1)
     assert way_of(optimizer, Call()) is way
@@ -462,7 +443,7 @@ def test_bad_input_is_one_line(make: Callable[[], Optimizer], error: type[Except
 def test_state_without_room_is_refused_before_anything_is_written() -> None:
     with model_in(BF16) as model:
         executor = model._streamer.executor
-        executor.host_limit = sum(executor.host_bytes().values()) + 200_000
+        executor.host_limit = sum(executor.host_bytes().values()) + 400_000
         with pytest.raises(MemoryError, match=r"the state of AdamW: .*state_dtype='int8'"):
             streamer.Optimizer(torch.optim.AdamW, model.parameters(), amsgrad=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -476,7 +457,7 @@ def test_state_without_room_is_refused_before_anything_is_written() -> None:
 @pytest.mark.parametrize(
     ("name", "room", "weights"),
     [
-        ("RMSprop", 4_800_000, "on disk"),
+        ("RMSprop", 7_000_000, "on disk"),
         ("SOAP", 24_800_000, "in memory"),
         ("Lion", 3_000_000, "in memory"),
         ("AdamW", 6_000_000, "on disk"),

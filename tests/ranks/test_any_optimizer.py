@@ -26,7 +26,7 @@ def optimizer_for(name: str, model: nn.Module) -> torch.optim.Optimizer:
         return streamer.Muon(model.parameters(), lr=1e-3)
     if name == "Sum":
         return Sum(model.parameters(), lr=0.1, momentum=0.9)
-    return torch.optim.RMSprop(model.parameters(), lr=1e-3)
+    return torch.optim.RMSprop(model.parameters(), lr=1e-3, momentum=0.9)
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:

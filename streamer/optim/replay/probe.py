@@ -3,13 +3,12 @@ steps.
 
 The optimizer's class takes eight steps with the optimizer's options on a few tensors of some elements each,
 once as PyTorch takes them and once in each `Way`. A way is exact if parameters, state, groups and attributes
-are bitwise equal after every step. Some optimizers treat matrices above a size differently (Adafactor's
-factors from 128 rows on), so pieces are tried on larger tensors too.
+are bitwise equal after every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -24,8 +23,6 @@ from streamer.optim.replay.step import Call, Step, Way
 _SIZES = (1e-3, 1e-2, 1.0, 30.0, 0.1, 1e-2, 1e-3, 1.0)
 #: Parameters taken from a group for each number of dimensions, and the size of their longest dimension.
 _OF_EACH, _LONGEST = 3, 16
-#: Steps on larger tensors, and the size of their longest dimension.
-_LARGE_STEPS, _LARGE = 2, 320
 
 
 def way_of(optimizer: Optimizer, call: Call) -> Way:
@@ -38,35 +35,23 @@ def way_of(optimizer: Optimizer, call: Call) -> Way:
         with torch.random.fork_rng(devices=[]):
             plain, with_state = _plainly(optimizer, call)
             draws = not torch.equal(random, torch.get_rng_state())
-        reasons = dict[Way, str]()
+        reasons = []
         for way in Way:
             if draws and way is not Way.WHOLE:
                 continue  # another order of parameters would draw other random numbers
-            if way is Way.PIECES and hasattr(optimizer, "eval"):
-                continue  # that method updates whole parameters
-            try:
-                different = _difference(plain, optimizer, call, way, with_state=with_state)
-                if way is Way.PIECES and not different:
-                    large = _Run(optimizer, call, with_state=with_state, is_large=True)
-                    large.run_plainly()
-                    different = _difference(large, optimizer, call, way, with_state=with_state)
-            except Exception as error:  # any error of the optimizer's own code rules this way out
-                reasons[way] = str(error).rstrip(".")
-                continue
-            if not different:
+            with torch.random.fork_rng(devices=[]):
+                tried = _Run(optimizer, call, with_state=with_state)
+                try:
+                    tried.run(way)
+                except Exception as error:  # any error of the optimizer's own code rules this way out
+                    reasons.append(str(error).rstrip("."))
+                    continue
+            if not (different := plain.differing(tried)):
                 return way
-            reasons[way] = f"{different} differs from a step for all parameters"
-        raise CoupledError(reasons.get(Way.PARTS, reasons[Way.WHOLE]))
+            reasons.append(f"{different} differs from a step for all parameters")
+        raise CoupledError(reasons[0])
     finally:
         torch.set_rng_state(random)
-
-
-def _difference(plain: _Run, optimizer: Optimizer, call: Call, way: Way, *, with_state: bool) -> str:
-    """The name of a difference between plain steps and those of this ``way``, empty if there is none."""
-    with torch.random.fork_rng(devices=[]):
-        tried = _Run(optimizer, call, with_state=with_state, is_large=plain.is_large)
-        tried.run(way)
-    return plain.differing(tried)
 
 
 def _plainly(optimizer: Optimizer, call: Call) -> tuple[_Run, bool]:
@@ -92,14 +77,12 @@ def ready(shadow: Optimizer) -> Optimizer:
 class _Run:
     """Steps on tiny tensors by a shadow of ``optimizer``."""
 
-    def __init__(self, optimizer: Optimizer, call: Call, *, with_state: bool, is_large: bool = False) -> None:
-        """The state is empty at first, or a small copy of the optimizer's if ``with_state``. ``is_large`` is
-        for fewer steps on vectors and matrices of up to `_LARGE` rows and columns."""
-        self._call, self.is_large = call, is_large
-        self._steps = _LARGE_STEPS if is_large else len(_SIZES)
-        chosen = _chosen(optimizer, most_dims=2 if is_large else None)
-        self._sizes = _small_sizes(chosen, is_large=is_large)
+    def __init__(self, optimizer: Optimizer, call: Call, *, with_state: bool) -> None:
+        """The state is empty at first, or a small copy of the optimizer's if ``with_state``."""
+        self._call = call
+        self._sizes = _small_sizes(optimizer)
         generator = torch.Generator().manual_seed(0)
+        chosen = _chosen(optimizer)
         self._params = {id(param): self._small(param, generator) for param in chosen}
         held = optimizer.state
         state = {
@@ -139,22 +122,21 @@ class _Run:
             param.grad = torch.randn(param.shape, generator=generator) * _SIZES[step]
 
     def run_plainly(self) -> None:
-        for step in range(self._steps):
+        for step in range(len(_SIZES)):
             self._set_gradients(step)
             self._call.run(self.optimizer)
             self.results.append([param.detach().clone() for param in self.params])
 
     def run(self, way: Way) -> None:
         stand_ins = {id(param): stand_in_for(param) for param in self.params}
-        for number in range(self._steps):
+        for number in range(len(_SIZES)):
             self._set_gradients(number)
             step = Step(self.optimizer, stand_ins, self._call)
             parts = [_TinyPart(params) for params in _in_parts(self.params)]
-            if way.by_part:
+            if way is Way.PARTS:
                 step.foresee()
-                take = step.take_in_pieces if way is Way.PIECES else step.take
                 for part in parts:
-                    take(part)
+                    step.take(part)
             else:
                 step.take_all(parts, paged=way is Way.PAGED)
             step.apply()
@@ -190,41 +172,6 @@ class _TinyPart:
             assert stand_in.grad is not None
             stand_in.grad.fill_(torch.nan)
 
-    def pieces(self) -> Iterator[_TinyPiece]:
-        """Each parameter in three pieces, a small one as it is."""
-        for param in self.params:
-            third = -(-param.numel() // 3)
-            if third < 2:
-                yield _TinyPiece(param, None)
-                continue
-            for start in range(0, param.numel(), third):
-                yield _TinyPiece(param, range(start, min(start + third, param.numel())))
-
-    def store_in_place(self) -> None:
-        """These masters are not on disk."""
-
-
-class _TinyPiece:
-    """A piece of a parameter, as a flat vector."""
-
-    def __init__(self, param: nn.Parameter, elements: range | None) -> None:
-        self.params, self.elements = [param], elements
-        self._place = slice(None) if elements is None else slice(elements.start, elements.stop)
-        self._shape = param.shape if elements is None else (len(elements),)
-        self._master = torch.empty(0)
-
-    def load(self, stand_ins: StandIns) -> None:
-        (param,) = self.params
-        assert param.grad is not None
-        self._master = param.detach().view(-1)[self._place].clone()
-        stand_in = stand_ins[id(param)]
-        stand_in.data = self._master.view(self._shape)
-        stand_in.grad = param.grad.view(-1)[self._place].clone().view(self._shape)
-
-    def store(self) -> None:
-        self.params[0].data.view(-1)[self._place] = self._master
-        self._master.fill_(torch.nan)
-
 
 def _in_parts(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parts of two parameters and of one, alternating."""
@@ -233,22 +180,21 @@ def _in_parts(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     ]
 
 
-def _chosen(optimizer: Optimizer, most_dims: int | None) -> list[torch.Tensor]:
-    """A few parameters of each group and number of dimensions, up to ``most_dims`` unless it is None."""
+def _chosen(optimizer: Optimizer) -> list[torch.Tensor]:
+    """A few parameters of each group and number of dimensions."""
     chosen = []
     for group in optimizer.param_groups:
         counts = dict[int, int]()
         for param in group["params"]:
             counts[param.dim()] = counts.get(param.dim(), 0) + 1
-            if counts[param.dim()] <= _OF_EACH and (most_dims is None or param.dim() <= most_dims):
+            if counts[param.dim()] <= _OF_EACH:
                 chosen.append(param)
     return chosen
 
 
-def _small_sizes(params: Sequence[torch.Tensor], *, is_large: bool) -> dict[int, int]:
+def _small_sizes(optimizer: Optimizer) -> dict[int, int]:
     """A small size for each size of a dimension. Equal sizes stay equal, and longer ones longer, as far as
     the small sizes suffice."""
+    params = _chosen(optimizer)
     sizes = sorted({size for param in params for size in param.shape})
-    if is_large:
-        return {size: min(size, _LARGE) for size in sizes}
     return {size: min(size, _LONGEST, 3 + 2 * place) for place, size in enumerate(sizes)}

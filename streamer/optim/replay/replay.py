@@ -104,13 +104,13 @@ class Replay:
             except CoupledError as error:
                 self._refuse(optimizer, str(error))
         if not self._refusal:
-            if not self._by_part and executor.store.is_divided:
+            if self._way is not Way.PARTS and executor.store.is_divided:
                 raise RuntimeError(
                     f"{kind.__name__} looks at all parameters together, which machines divide: use a process "
                     "group of machines that are replicas (a mesh of two dimensions), or another optimizer"
                 )
             is_alone = executor.ranks.is_alone
-            if not self._by_part and not is_alone and None in map(home_of, _params(optimizer)):
+            if self._way is not Way.PARTS and not is_alone and None in map(home_of, _params(optimizer)):
                 raise RuntimeError(
                     f"{kind.__name__} looks at all parameters together, and only one of several ranks takes "
                     "its step: use another optimizer for the parameters outside of the wrapped model"
@@ -118,11 +118,6 @@ class Replay:
             self._require_room(optimizer, call)
             self._drop_state_of_others(optimizer)
         self._known = [*map(id, _params(optimizer))]
-
-    @property
-    def _by_part(self) -> bool:
-        """Whether each part is updated on its own."""
-        return self._way is not None and self._way.by_part
 
     def _is_known(self, optimizer: Optimizer) -> bool:
         """Whether `prepare` has checked the optimizer with its current parameters."""
@@ -162,7 +157,7 @@ class Replay:
             return
         ring = IN_MEMORY * max(sum(needed[id(param)] for param in part.params) for part in parts)
         left = room.available - scratch - ring
-        if not executor.store.can_move or not self._by_part or not executor.gradients.are_kept:
+        if not executor.store.can_move or self._way is not Way.PARTS or not executor.gradients.are_kept:
             require(what, room)
         require(what, replace(room, needed=scratch + ring))
         units = [[id(param) for part in of_unit for param in part.params] for of_unit in of_units.values()]
@@ -193,8 +188,7 @@ class Replay:
             index: [each for each in of_unit if self._is_mine(each[1])] for index, of_unit in members.items()
         }
         parts = parts_of(optimizer, mine)
-        together, in_pieces = self._way is Way.WHOLE, self._way is Way.PIECES
-        place([*chain(*parts.values())], together=together, in_pieces=in_pieces)
+        place([*chain(*parts.values())], together=self._way is Way.WHOLE)
         return parts
 
     def _is_mine(self, param: nn.Parameter) -> bool:
@@ -202,7 +196,7 @@ class Replay:
         home = home_of(param)
         if home is None:
             return False
-        if not self._by_part:
+        if self._way is not Way.PARTS:
             return self.executor.ranks.is_first_of_machine
         return home.slice.index in self.executor.shard(home.unit).updated.elements
 
@@ -265,7 +259,7 @@ class Replay:
         plain = [param for param in _params(optimizer) if home_of(param) is None and param.grad is not None]
         elsewhere = [_Elsewhere(plain)] if plain else []
         result = None
-        if self._by_part:
+        if self._way is Way.PARTS:
             for part in elsewhere:
                 step.take(part)
             executor.step({index: (update, update.nbytes) for index, update in updates.items()}, description)
@@ -319,7 +313,7 @@ class Replay:
 
     def _new_step(self, optimizer: Optimizer, call: Call) -> Step:
         step = Step(optimizer, self._stand_ins, call, self._states)
-        if self._by_part:
+        if self._way is Way.PARTS:
             step.foresee()
         return step
 
@@ -414,7 +408,7 @@ class Replay:
         if not mine.get(unit.index):
             return None
         self.prepare(optimizer, Call())
-        if not self._by_part:
+        if self._way is not Way.PARTS:
             raise RuntimeError(
                 f"{type(optimizer).__name__} looks at all parameters together, so it cannot update layers in "
                 "backward: wrap with update='step'"
@@ -527,12 +521,10 @@ class _UnitUpdate(WholeUpdate):
             if following is not None:
                 self.step.states.begin_fetch(following.params)
             memory = OnShard(part, shard, self.scratch, self.scale, gradient)
-            if part.kind.rule is not None and self.scale is not None:
-                self.step.take_by_rule(part.kind.rule, memory, part.kind.group)
-            elif part.in_pieces:
-                self.step.take_in_pieces(memory)
-            else:
+            if part.kind.rule is None or self.scale is None:
                 self.step.take(memory)
+            else:
+                self.step.take_by_rule(part.kind.rule, memory, part.kind.group)
 
 
 class _TogetherUpdate(WholeUpdate):

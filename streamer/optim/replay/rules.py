@@ -1,8 +1,9 @@
 """Optimizers with a step on one parameter that is one of our kernels: Adam and AdamW, SGD with momentum,
-Lion, the AdamW in Muon.
+RMSprop, Adagrad, Lion, the AdamW in Muon.
 
-A rule creates and updates the same state as the optimizer's class. SGD and Lion are bitwise equal. Adam and
-AdamW differ in the last places, since they round less often (`streamer_native.adam`).
+A rule creates and updates the same state as the optimizer's class. SGD and Lion are bitwise equal. The others
+differ in the last places. Adam and AdamW round less often (`streamer_native.adam`), RMSprop and Adagrad round
+square roots correctly, which PyTorch does not.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim.optimizer import Optimizer
 
 import streamer_native as native
@@ -52,6 +53,10 @@ def rule_of(kind: type[Optimizer], group: Mapping[str, Any], dtype: torch.dtype)
         return _adamw
     if kind is SGD and group["momentum"]:
         return _sgd
+    if dtype != FP32 and kind is RMSprop and not (group["momentum"] or group["centered"]):
+        return _rmsprop
+    if dtype != FP32 and kind is Adagrad:
+        return _adagrad
     if dtype != FP32 and kind is Muon and not group["use_muon"]:
         return _adamw
     return _lion if kind is Lion else None
@@ -111,3 +116,24 @@ def _lion(memory: Memory, state: dict[str, Any], group: Mapping[str, Any]) -> No
         beta2=beta2,
         grad_scale=memory.scale,
     )
+
+
+def _rmsprop(memory: Memory, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+    if not state:
+        state["step"] = torch.zeros((), dtype=FP32)
+        state["square_avg"] = torch.zeros(memory.shape, dtype=FP32)
+    state["step"] += 1
+    _rms(memory, state["square_avg"], group, float(group["lr"]), group["alpha"], 1 - group["alpha"])
+
+
+def _adagrad(memory: Memory, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+    rate = float(group["lr"]) / (1 + state["step"].item() * group["lr_decay"])
+    state["step"] += 1
+    _rms(memory, state["sum"], group, rate, 1.0, 1.0)
+
+
+def _rms(
+    memory: Memory, squares: torch.Tensor, group: Mapping[str, Any], lr: float, decay: float, gain: float
+) -> None:
+    options = {"lr": lr, "weight_decay": group["weight_decay"], "decay": decay, "gain": gain}
+    native.rms(*memory.arrays(), array(squares), **options, eps=group["eps"], grad_scale=memory.scale)

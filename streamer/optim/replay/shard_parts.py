@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,14 +14,12 @@ from streamer.engine.paging.host_gradient import is_summed
 from streamer.engine.unit import Unit
 from streamer.optim.replay.rules import Memory, Rule, rule_of
 from streamer.optim.replay.shadow import StandIns
-from streamer.store.layout import ALIGN, Slice
+from streamer.store.layout import Slice
 from streamer.store.purposes import BF16, FP16, FP32, MASTERS, REMAINDERS
 from streamer.store.shard import HostShard, array
 
 #: Elements of a part at most, unless it is a single parameter.
 PART_ELEMENTS = 1 << 22
-#: Elements of a piece at most: its masters, gradients and state fit in a processor's cache.
-PIECE_ELEMENTS = 1 << 19
 #: Bytes of an element in the scratch: a master and a gradient.
 SCRATCH_BYTES = 2 * FP32.itemsize
 
@@ -47,8 +44,6 @@ class Part:
         self.params = [param for _, param in members]
         self.dtype, self.kind = kind.dtype, kind
         self.start = 0
-        #: whether it is updated in pieces, of which the scratch holds one
-        self.in_pieces = False
 
     @property
     def numel(self) -> int:
@@ -63,9 +58,7 @@ class Part:
     @property
     def stop(self) -> int:
         """The first element of the scratch after the part. A rule needs no scratch."""
-        if self.kind.rule is not None:
-            return self.start
-        return self.start + (min(self.numel, PIECE_ELEMENTS) if self.in_pieces else self.numel)
+        return self.start + (self.numel if self.kind.rule is None else 0)
 
     @property
     def nbytes(self) -> int:
@@ -104,87 +97,55 @@ class OnShard:
         self._master_data = self._read_master_data() if part.dtype != FP32 else self._weight
 
     def load(self, stand_ins: StandIns) -> None:
-        self._piece(self._part.slices, self.params).load(stand_ins)
+        masters, gradients = self._masters(), self._gradients()
+        first = self._part.slices[0].index
+        for each, param in zip(self._part.slices, self.params, strict=True):
+            place = slice(each.index - first, each.index - first + each.numel)
+            stand_in = stand_ins[id(param)]
+            stand_in.data = masters[place].view(each.param.shape)
+            stand_in.grad = None if gradients is None else gradients[place].view(each.param.shape)
+
+    def _masters(self) -> torch.Tensor:
+        if self._part.dtype == FP32:
+            return self._weight
+        if self._part.dtype == FP16:
+            # a weight that differs from its rounded master was written by the user's code: [Note: masters]
+            is_kept = self._master_data.to(FP16).view(torch.int16) == self._weight.view(torch.int16)
+            return self._master_data.copy_(torch.where(is_kept, self._master_data, self._weight.to(FP32)))
+        native.join(array(self._weight), array(self._master_data), array(self._scratch[0]))
+        return self._scratch[0]
+
+    def _gradients(self) -> torch.Tensor | None:
+        into = self._scratch[1]
+        if self._scale is None:
+            return None
+        if self._gradient.dtype == BF16:
+            native.widen(array(self._gradient), array(into), self._scale)
+        elif self._gradient.dtype == FP32 and self._part.dtype == FP32 and self._scale == 1:
+            return self._gradient
+        else:
+            into.copy_(self._gradient).mul_(self._scale)
+        return into
+
+    def each(self) -> Iterator[Memory]:
+        """The memory of each parameter."""
+        assert self._scale is not None, "rules are for steps"
+        first = self._part.slices[0].index
+        for each in self._part.slices:
+            place = slice(each.index - first, each.index - first + each.numel)
+            tensors = self._weight[place], self._master_data[place], self._gradient[place]
+            yield Memory(*tensors, self._scale, torch.Size(each.param.shape))
 
     def store(self) -> None:
-        self.split(range(self._part.numel))
+        if self._part.dtype == FP16:
+            self._weight.copy_(self._master_data)
+        elif self._part.dtype == BF16:
+            native.split(array(self._scratch[0]), array(self._weight), array(self._master_data))
         self.store_in_place()
 
     def store_in_place(self) -> None:
         if self._part.dtype != FP32 and self._shard.is_on_disk(self._purpose):
             self._shard.disk.write(self._purpose, self._elements, self._master_data)
-
-    def pieces(self) -> Iterator[Piece]:
-        """Adjacent small parameters together, and each large one in flat pieces of equal length."""
-        small = list[tuple[Slice, nn.Parameter]]()
-        for each, param in zip(self._part.slices, self.params, strict=True):
-            if small and each.index + each.padded - small[0][0].index > PIECE_ELEMENTS:
-                yield self._piece(*zip(*small, strict=True))
-                small = []
-            if each.padded <= PIECE_ELEMENTS:
-                small.append((each, param))
-                continue
-            number = -(-each.numel // PIECE_ELEMENTS)
-            length = -(-each.numel // (number * ALIGN)) * ALIGN
-            for start in range(0, each.numel, length):
-                elements = range(start, min(start + length, each.numel))
-                begin = self._place(each).start + start
-                yield Piece(
-                    self, [param], [range(begin, begin + len(elements))], [(len(elements),)], elements
-                )
-        if small:
-            yield self._piece(*zip(*small, strict=True))
-
-    def _piece(self, slices: Sequence[Slice], params: Sequence[nn.Parameter]) -> Piece:
-        """Whole adjacent parameters."""
-        return Piece(self, params, [*map(self._place, slices)], [each.param.shape for each in slices], None)
-
-    def _place(self, each: Slice) -> range:
-        """The elements of the part that are those of a parameter."""
-        begin = each.index - self._elements.start
-        return range(begin, begin + each.numel)
-
-    def each(self) -> Iterator[Memory]:
-        """The memory of each parameter."""
-        assert self._scale is not None, "rules are for steps"
-        for each in self._part.slices:
-            place = _slice(self._place(each))
-            tensors = self._weight[place], self._master_data[place], self._gradient[place]
-            yield Memory(*tensors, self._scale, torch.Size(each.param.shape))
-
-    def join(self, elements: range) -> torch.Tensor:
-        """The masters of these elements of the part, in the scratch or in their own place."""
-        weight, rest = self._weight[_slice(elements)], self._master_data[_slice(elements)]
-        if self._part.dtype == FP32:
-            return weight
-        if self._part.dtype == FP16:
-            # a weight that differs from its rounded master was written by the user's code: [Note: masters]
-            is_kept = rest.to(FP16).view(torch.int16) == weight.view(torch.int16)
-            return rest.copy_(torch.where(is_kept, rest, weight.to(FP32)))
-        into = self._scratch[0, : len(elements)]
-        native.join(array(weight), array(rest), array(into))
-        return into
-
-    def gradients(self, elements: range) -> torch.Tensor | None:
-        """The fp32 gradients of these elements, in the scratch or in their own place."""
-        if self._scale is None:
-            return None
-        gradient, into = self._gradient[_slice(elements)], self._scratch[1, : len(elements)]
-        if gradient.dtype == BF16:
-            native.widen(array(gradient), array(into), self._scale)
-        elif gradient.dtype == FP32 and self._part.dtype == FP32 and self._scale == 1:
-            return gradient
-        else:
-            into.copy_(gradient).mul_(self._scale)
-        return into
-
-    def split(self, elements: range) -> None:
-        """Write the masters of these elements back, in memory."""
-        weight, rest = self._weight[_slice(elements)], self._master_data[_slice(elements)]
-        if self._part.dtype == FP16:
-            weight.copy_(rest)
-        elif self._part.dtype == BF16:
-            native.split(array(self._scratch[0, : len(elements)]), array(weight), array(rest))
 
     def _read_master_data(self) -> torch.Tensor:
         if self._shard.is_on_disk(self._purpose):
@@ -192,37 +153,6 @@ class OnShard:
         # if machines divide the state, the shard has a piece
         begin = self._elements.start - self._shard.begin(self._purpose)
         return self._shard[self._purpose].data[begin : begin + len(self._elements)]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements of a part: adjacent parameters, or ``elements`` of one parameter as a flat vector."""
-
-    part: OnShard
-    params: Sequence[nn.Parameter]
-    #: the elements of the part that are those of each parameter
-    places: Sequence[range]
-    shapes: Sequence[Sequence[int]]
-    elements: range | None
-
-    @property
-    def _all(self) -> range:
-        return range(self.places[0].start, self.places[-1].stop)
-
-    def load(self, stand_ins: StandIns) -> None:
-        masters, gradients = self.part.join(self._all), self.part.gradients(self._all)
-        for param, place, shape in zip(self.params, self.places, self.shapes, strict=True):
-            here = slice(place.start - self._all.start, place.stop - self._all.start)
-            stand_in = stand_ins[id(param)]
-            stand_in.data = masters[here].view(shape)
-            stand_in.grad = None if gradients is None else gradients[here].view(shape)
-
-    def store(self) -> None:
-        self.part.split(self._all)
-
-
-def _slice(elements: range) -> slice:
-    return slice(elements.start, elements.stop)
 
 
 #: A parameter and its place in its unit.
@@ -258,12 +188,11 @@ def parts_of(optimizer: Optimizer, members: Mapping[int, Sequence[Member]]) -> d
     return found
 
 
-def place(parts: Sequence[Part], *, together: bool, in_pieces: bool) -> None:
-    """Set the place of each part in the scratch: one after another if all are there ``together``; a piece of
-    it at a time if they are updated ``in_pieces``."""
+def place(parts: Sequence[Part], *, together: bool) -> None:
+    """Set the place of each part in the scratch: one after another if all are there ``together``."""
     start = 0
     for part in parts:
-        part.start, part.in_pieces = start, in_pieces
+        part.start = start
         if together:
             start = part.stop
 
@@ -278,7 +207,7 @@ def used_parts(parts: Iterable[Part], positions: Mapping[int, int], used: Sequen
                 begun = None
             elif begun is None:
                 begun = Part([(each, param)], part.kind)
-                begun.start, begun.in_pieces = part.start, part.in_pieces
+                begun.start = part.start
                 found.append(begun)
             else:
                 begun.slices.append(each)

@@ -5,10 +5,8 @@ optimizer takes a step on stand-ins: fp32 parameters that are views of a scratch
 part's masters and gradients at a time. The state is the optimizer's own: ordinary tensors, which it creates
 itself.
 
-There are four ways to take a step. `streamer.optim.replay.probe` finds the first that is exact:
+There are three ways to take a step. `streamer.optim.replay.probe` finds the first that is exact:
 
-- `Way.PIECES`: a part in pieces, a step for each. Large parameters are cut, so that the scratch stays in the
-  processor's cache. For optimizers that update each element on its own (RMSprop, Adagrad);
 - `Way.PARTS`: a step for each part, on its own. A part may wait until a forward needs it;
 - `Way.PAGED`: one step for all parameters. Each part is copied to the scratch when the optimizer's loop
   reaches it. For optimizers that sum over all parameters in one loop and update in a second (Prodigy);
@@ -36,15 +34,9 @@ from streamer.optim.replay.spill import Key, Spill
 class Way(enum.Enum):
     """A way to take an optimizer's step."""
 
-    PIECES = enum.auto()
     PARTS = enum.auto()
     PAGED = enum.auto()
     WHOLE = enum.auto()
-
-    @property
-    def by_part(self) -> bool:
-        """Whether each part is updated on its own."""
-        return self in (Way.PIECES, Way.PARTS)
 
 
 class Masters(Protocol):
@@ -77,29 +69,14 @@ class Call:
             return function(shadow, *self.arguments, **self.options)
 
 
-class Piece(Masters, Protocol):
-    """Some parameters of a part, or a piece of one of them as a flat vector."""
-
-    @property
-    def elements(self) -> range | None:
-        """The elements of the one parameter; None for whole parameters."""
-
-
-class MastersInPieces(Masters, Protocol):
-    """Masters that are updated piece by piece."""
-
-    def pieces(self) -> Iterable[Piece]:
-        """Whole parameters and the pieces of larger ones, in order."""
-
-    def store_in_place(self) -> None:
-        """Write back the masters on disk."""
-
-
-class MastersInPlace(MastersInPieces, Protocol):
+class MastersInPlace(Masters, Protocol):
     """Masters that a rule updates in place."""
 
     def each(self) -> Iterable[Memory]:
         """The memory of each parameter."""
+
+    def store_in_place(self) -> None:
+        """Write back the masters on disk."""
 
 
 class StateInMemory:
@@ -152,56 +129,6 @@ def _key(params: Sequence[nn.Parameter]) -> Key:
     return tuple(map(id, params))
 
 
-class CutState:
-    """The state of a parameter that is updated in pieces: tensors in the parameter's shape are cut as it is,
-    numbers are the same for each piece."""
-
-    def __init__(self, param: nn.Parameter, before: Mapping[str, Any]) -> None:
-        self._shape = param.shape
-        self._before = before
-        #: the state after all pieces
-        self.after: dict[str, Any] = dict(before)
-
-    def of(self, elements: range | None) -> Mapping[str, Any]:
-        """The state of a piece before the step; None for the whole parameter."""
-        if elements is None:
-            return self._before
-        return {name: self._cut(name, value, elements) for name, value in self._before.items()}
-
-    def _cut(self, name: str, value: Any, elements: range) -> Any:
-        if isinstance(value, torch.Tensor) and value.shape == self._shape:
-            if not value.is_contiguous():
-                value = self.after[name] = value.contiguous()
-            return value.view(-1)[elements.start : elements.stop]
-        _check_number(name, value)
-        return value.clone() if isinstance(value, torch.Tensor) else value
-
-    def keep(self, elements: range | None, state: dict[str, Any]) -> None:
-        """Store the ``state`` of a piece after the step."""
-        if elements is None:
-            self.after = state
-            return
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == (len(elements),):
-                whole = self.after.get(name)
-                if whole is None or whole.shape != self._shape:
-                    whole = self.after[name] = torch.empty(self._shape, dtype=value.dtype)
-                place = whole.view(-1)[elements.start : elements.stop]
-                if place.data_ptr() != value.data_ptr():
-                    place.copy_(value)
-            else:
-                _check_number(name, value)
-                self.after[name] = value
-        self.after = {name: self.after[name] for name in state}
-
-
-def _check_number(name: str, value: Any) -> None:
-    """Raise CoupledError unless ``value`` is a number, or a tensor of one."""
-    is_number = value is None or isinstance(value, int | float | str)
-    if not (is_number or (isinstance(value, torch.Tensor) and value.dim() == 0)):
-        raise CoupledError(f"its state '{name}' is not one of elements")
-
-
 class Step:
     """One step of ``optimizer``, with the current options of its groups. Parts may be updated later."""
 
@@ -236,26 +163,6 @@ class Step:
             raise CoupledError(f"it sets {', '.join(names)} from single parameters")
         self._keep_state(shadow, part.params)
         part.store()
-
-    def take_in_pieces(self, part: MastersInPieces) -> None:
-        """Update ``part`` piece by piece. Raises CoupledError, and leaves its masters unchanged, if the
-        optimizer's values depend on the part, or its state is not one of elements."""
-        states = map(CutState, part.params, self.states.fetch(part.params))
-        held = dict(zip(map(id, part.params), states, strict=True))
-        for number, piece in enumerate(part.pieces()):
-            stand_ins = {id(param): self._stand_ins[id(param)] for param in piece.params}
-            piece.load(stand_ins)
-            before = {key: state for key in stand_ins if (state := held[key].of(piece.elements))}
-            shadow = self.before.shadow(self._optimizer, stand_ins, before)
-            self._call.run(shadow)
-            # the others cannot tell more: the probe has found that each element is updated on its own
-            if number == 0 and (names := Values.of(shadow).differing(self.after)):
-                raise CoupledError(f"it sets {', '.join(names)} from single parameters")
-            for key, stand_in in stand_ins.items():
-                held[key].keep(piece.elements, shadow.state.get(stand_in, {}))
-            piece.store()
-        part.store_in_place()
-        self.states.keep(part.params, [held[id(param)].after for param in part.params])
 
     def take_by_rule(self, rule: Rule, part: MastersInPlace, group: int) -> None:
         """Update the parameters of ``part``, which are of one group, in place."""
