@@ -28,7 +28,7 @@ from streamer.errors import CheckpointError
 from tests import tiny_llama
 from tests.libraries.common import LIGHTNINGS_OWN
 from tests.pretrained.test_quantize import four_bits, int8, take_adapters, write_llama
-from tests.quantized import assert_equal, history, loss_of, nothing_is_packed, rmsprop, trained
+from tests.quantized import assert_equal, history, loss_of, nothing_is_packed, sgd, trained
 
 __all__ = ["nothing_is_packed"]
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -376,7 +376,7 @@ def test_trl(kind: str, tmp_path: Path) -> None:
             arguments,
             train_dataset=chats,
             processing_class=tiny_llama.tokenizer(),
-            optimizers=(rmsprop(model), None),
+            optimizers=(sgd(model), None),
         )
         trainer.train()
         return trainer
