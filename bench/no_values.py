@@ -1,4 +1,4 @@
-"""``--no-values``: complete measurements on a stand-in for a GPU whose kernels compute nothing.
+"""``--no-values``: complete measurements on a stand-in for a GPU: its kernels compute nothing.
 
 Sizes, copies, bytes and waits of such a run are real; losses, gradients and the seconds of kernels are not.
 `bench.common.provenance` asks each device for a sum, and `bench.report` refuses results of a device that

@@ -29,7 +29,7 @@ class WaitingState(defaultdict[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         self.wait([key])
-        return _guarded(super().__getitem__(key))
+        return _readable(super().__getitem__(key))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.wait([key])
@@ -53,7 +53,7 @@ class WaitingState(defaultdict[Any, Any]):
 
     def get(self, key: Any, default: Any = None) -> Any:
         self.wait([key])
-        return _guarded(super().get(key, default))
+        return _readable(super().get(key, default))
 
     def pop(self, key: Any, *default: Any) -> Any:
         self.wait([key])
@@ -65,18 +65,18 @@ class WaitingState(defaultdict[Any, Any]):
 
     def values(self) -> Any:
         self.wait(dict.keys(self))
-        return [_guarded(value) for value in super().values()]
+        return [_readable(value) for value in super().values()]
 
     def items(self) -> Any:
         self.wait(dict.keys(self))
-        return [(key, _guarded(value)) for key, value in super().items()]
+        return [(key, _readable(value)) for key, value in super().items()]
 
     def clear(self) -> None:
         self.wait(dict.keys(self))
         super().clear()
 
 
-def _guarded(state: Any) -> Any:
+def _readable(state: Any) -> Any:
     """A state for user code, with copies of tensors on disk."""
     return in_memory(state) if is_on_disk(state) else state
 
