@@ -103,7 +103,8 @@ def wrap(
             ranks, and the ranks of a machine share host memory. Machines divide the optimizer state. With a
             two-dimensional mesh, whose first dimension is over machines, each machine is a replica.
         gather_weights: True copies a different part of each layer to each GPU of a machine, and the GPUs
-            all-gather the parts. This is faster if they have links of their own (NVLink).
+            all-gather the parts. This is faster if they have links of their own (NVLink). Forwards without
+            gradients get two more weight slots, into which each GPU copies whole layers.
         example: a batch (a tensor, a tuple of arguments, or a dict by name) to plan a step with; only its
             shapes and dtypes count. An option of ``"auto"`` needs it. With it, a step that does not fit is
             refused before it runs.

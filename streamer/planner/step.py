@@ -246,7 +246,7 @@ def plan_step(executor: Executor, step: Callable[[], object], *, packed: bool = 
         reserve,
         on_host,
         prediction,
-        len(executor.pager.slots.buffers),
+        len(executor.pager.training.slots.buffers),
         executor.disk_bytes(),
         sum(on_host.values()) - before,
     )

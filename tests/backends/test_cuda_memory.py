@@ -198,7 +198,7 @@ def test_a_budget_is_refused_at_once_or_has_room_for_every_step(
             F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
             optimizer.step()
             optimizer.zero_grad()
-            slots.append(len(wrapped(model).executor.pager.slots.buffers))
+            slots.append(len(wrapped(model).executor.pager.training.slots.buffers))
     finally:
         streamer.unwrap(model)
     assert slots == sorted(slots)

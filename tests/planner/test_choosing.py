@@ -195,7 +195,7 @@ def test_what_is_chosen_runs_and_is_told(caplog: pytest.LogCaptureFixture) -> No
     assert "for which device_memory lacks" in chosen.reason
     assert chosen.plan.allocated <= 350_000
     executor = wrapped(model).executor
-    assert len(executor.pager.slots.buffers) == chosen.choice.num_slots == chosen.plan.num_slots
+    assert len(executor.pager.training.slots.buffers) == chosen.choice.num_slots == chosen.plan.num_slots
     optimizer = streamer.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
 
     def clip() -> torch.Tensor:

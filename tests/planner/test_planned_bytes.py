@@ -255,7 +255,7 @@ def check(case: Case, backend: Counted, *, train: bool) -> None:
         for backward in range(1 if case.update == "backward" else 2):
             model(torch.zeros(2, 4, dtype=torch.long, device=device_of)).float().sum().backward()
             if backward:
-                num_slots = min(2, len(executor.pager.slots.buffers))
+                num_slots = min(2, len(executor.pager.training.slots.buffers))
                 largest = max(unit.layout.grad_nbytes for unit in executor.units)
                 more = {"gradient staging": num_slots * largest}
                 if case.grad_dtype is not None:

@@ -221,7 +221,7 @@ def with_budget(rank: int) -> tuple[list[int], Arrays]:
         made(tokens).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        slots.append(len(wrapped(made).executor.pager.slots.buffers))
+        slots.append(len(wrapped(made).executor.pager.training.slots.buffers))
     return slots, arrays(streamer.unwrap(made).state_dict())
 
 

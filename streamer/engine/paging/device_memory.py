@@ -72,7 +72,7 @@ class DeviceMemory:
         """Bytes of the buffers, by purpose."""
         of_slots, of_root = self._gradients.device_bytes()
         nbytes = {
-            WEIGHT_SLOTS: sum(buffer.nbytes for buffer in self.pager.slots.buffers),
+            WEIGHT_SLOTS: self.pager.slot_bytes(),
             GRAD_SLOTS: of_slots,
             ROOT_WEIGHTS: self.pager.root_buffer.nbytes,
             ROOT_GRADIENTS: of_root,
@@ -125,9 +125,9 @@ class Budget:
         self._nbytes = nbytes
         self._memory = memory
         self._backend = memory.backend
-        self._pager = memory.pager
+        self._residency = memory.pager.training
         self._is_trained = is_trained
-        self._least, self._most = len(memory.pager.slots.buffers), most
+        self._least, self._most = len(self._residency.slots.buffers), most
         #: whether the number of slots cannot change any more
         self.is_fixed = self._least == self._most
         self._refused = self._backend.device_refused()
@@ -146,13 +146,13 @@ class Budget:
         if begins and self._backend.device_refused() > self._refused:
             self._most = self._least
             if self._ranks.is_alone:
-                self._pager.resize(self._least)
+                self._residency.resize(self._least)
         elif begins and not self._is_trained:
             self.settle()
 
     def settle(self) -> None:
         """The need for memory has been measured: resize to the slots that fit."""
-        slots = self._pager.slots
+        slots = self._residency.slots
         if self.is_fixed:
             return
         _, peak = self._memory.used()
@@ -166,9 +166,9 @@ class Budget:
         room = self._backend.device_buffers_within(self._nbytes, self._others, slots.nbytes, there)
         free = there + self._backend.device_available() // slots.nbytes
         wanted = self._ranks.least("weight slots", max(self._least, min(room, free, self._most)))
-        self._pager.resize(wanted)
+        self._residency.resize(wanted)
         if (agreed := self._ranks.least("weight slots", len(slots.buffers))) < len(slots.buffers):
-            self._pager.resize(agreed)
+            self._residency.resize(agreed)
         if len(slots.buffers) < wanted:
             self._most = len(slots.buffers)
         self._refused = self._backend.device_refused()

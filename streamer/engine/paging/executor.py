@@ -257,7 +257,7 @@ class Executor:
         parameter."""
         with self.lock:  # another thread's run of a layer replaces parameters
             self.structure.check()
-            for unit in self.units:
+            for unit in (*self.units, self.root):
                 self.pager.parameters.check_places(unit)
 
     def synchronize(self) -> None:
@@ -335,9 +335,9 @@ class Executor:
             self.budget.begin_forward(unit.index)
             with (
                 self.pager.resident(unit, LayerUse(unit.index, phase)) as slot,
-                self.issuer.computing(ops.forward(unit.index, slot)),
+                self.issuer.computing(ops.forward(unit.index, slot.number)),
             ):
-                yield self.pager.slots.buffers[slot]
+                yield slot.weights
 
     @contextmanager
     def backward(self, unit: Unit, saved: int | None = None) -> Iterator[Backward]:
@@ -355,15 +355,15 @@ class Executor:
             self.pager.resident(unit, LayerUse(unit.index, Phase.BACKWARD)) as slot,
         ):
             self.inputs.prefetch(saved)
-            with self.issuer.computing(ops.backward(unit.index, slot, into, places)):
-                run = Backward(self.pager.slots.buffers[slot], self.gradients.in_slot(into), inputs)
+            with self.issuer.computing(ops.backward(unit.index, slot.number, into, places)):
+                run = Backward(slot.weights, self.gradients.in_slot(into), inputs)
                 yield run
                 self._note_hooks(unit, run.used)
                 squares = self.gradients.measure(unit, run.gradient, run.used)
             is_updated = self.gradients.copy_out(unit, into, run.gradient, run.used, squares)
         if is_updated:
             self.pager.update_issued(unit, unit.params)
-            self.pager.prefetch()
+            self.pager.training.prefetch()
 
     def before(self, touch: Touch) -> None:
         """Block until a function of PyTorch may read and write its guarded arguments. [Note: what the user
@@ -420,7 +420,7 @@ class Executor:
                     moments.append(tensor)
         # only now: a function may take parameters of several layers
         for unit in self.pager.parameters.beyond(KEPT_UNITS):
-            self.pager.refresh_layer(unit)
+            self.pager.refresh_unit(unit)
 
     def _end_writing(self, touch: Touch) -> None:
         """All ranks may now read the written values. They also exchange what a GradScaler has found."""
@@ -435,7 +435,9 @@ class Executor:
             found_inf.fill_(max(found))
         if on_disk:
             with self.ranks.together("reading what the ranks share from disk"):
-                self.pager.follow(on_disk)
+                for unit in on_disk:
+                    self.pager.parameters.read_copy(unit)
+                    self.pager.refresh_unit(unit)
 
     @as_plain
     def aliased(self) -> list[Unit]:
@@ -524,7 +526,6 @@ class Executor:
             self.end_pass()
 
     def _step(self, updates: Mapping[int, tuple[ShardUpdate, int]], description: str) -> None:
-        self.pager.fill_alone(False)
         self.pager.refresh()
         self._host_watch.check(self.host_bytes)
         if not self.ranks.is_alone:
@@ -548,7 +549,7 @@ class Executor:
                 )
         self._root_ready = False
         self.fit_budget()
-        self.pager.prefetch()
+        self.pager.training.prefetch()
         self._await_aliased()
 
     def fit_budget(self) -> None:

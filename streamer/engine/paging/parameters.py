@@ -58,15 +58,6 @@ class Copy(enum.Enum):
     OLD = enum.auto()
 
 
-class Changed(enum.Enum):
-    """Whether user code has changed weights since they were last taken over."""
-
-    NO = enum.auto()
-    #: user code holds their memory
-    MAYBE = enum.auto()
-    YES = enum.auto()
-
-
 @dataclass
 class ParameterState:
     """The state of one unit's parameters that may change."""
@@ -160,26 +151,26 @@ class Parameters:
 
     # writes of user code
 
-    def take_over(self, unit: Unit) -> Changed:
+    def take_over(self, unit: Unit) -> bool:
         """Take over what user code has written to a layer's parameters. Returns whether the copy in its slot
         may be stale."""
         if self.is_out(unit):
-            return Changed.NO
-        state, found = self.of[unit.index], Changed.NO
+            return False
+        state, is_stale = self.of[unit.index], False
         if state.aliased:
-            found = Changed.MAYBE
+            # with several ranks, an alias of weights on disk is of a rank's own copy, which no layer uses
+            is_stale = not self._disk.passes(unit.index)
             state.aliased = self._still(unit, state.aliased)
         if unit.written() != state.written:
-            found = Changed.YES
+            is_stale = True
             self.await_masters(unit)
             self._note_writes(unit)
         if state.copy is Copy.OLD or (state.copy in (Copy.SAME, Copy.CHANGED) and not state.in_flight):
             self._write_out(unit)
-        return found
+        return is_stale
 
-    def take_over_root(self, moved: Container[torch.Tensor] = ()) -> None:
+    def take_over_root(self) -> None:
         """Take over what user code has written to the root's parameters, on the device."""
-        self.check_places(self._root, moved)
         root, state = self._root, self.of[ROOT]
         if root.written() != state.written:
             self.await_masters(root)

@@ -78,7 +78,7 @@ def moved(cycle: Cycle, phases: Sequence[Phase], slots: int, *, count: int = 12)
                 if cycle.trained[updated]:
                     its = executor.units[updated]
                     executor.pager.update_issued(its, its.params)
-            executor.pager.prefetch()
+            executor.pager.training.prefetch()
     return Fraction(copied, 128 * count)
 
 
@@ -175,7 +175,7 @@ def within(nbytes: int, model: nn.Module, **options: Any) -> Iterator[nn.Module]
 def num_slots(model: nn.Module) -> int:
     held = streamer.stats(model).device_bytes["weight slots"]
     assert held % LAYER == 0
-    assert held == LAYER * len(wrapped(model).executor.pager.slots.buffers)
+    assert held == LAYER * len(wrapped(model).executor.pager.training.slots.buffers)
     return held // LAYER
 
 

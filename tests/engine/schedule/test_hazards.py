@@ -133,7 +133,7 @@ def record(
             streamer.clip_grad_norm_(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            counts.append(len(wrapped(model).executor.pager.slots.buffers))
+            counts.append(len(wrapped(model).executor.pager.training.slots.buffers))
             with torch.no_grad():
                 model(torch.randn(2, 4))
         streamer.unwrap(model)
