@@ -42,11 +42,11 @@ from streamer.engine.paging.disk_pager import ShardUpdate, WholeUpdate
 from streamer.engine.paging.gradients import Gradients
 from streamer.engine.paging.pager import Pager
 from streamer.engine.paging.saved_inputs import InputPager
-from streamer.engine.paging.structure import Structure
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Hazards, Issuer
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.schedule.order import LayerUse, Phase
+from streamer.engine.structure import Structure
 from streamer.engine.tensors.saved import SavedBytes
 from streamer.engine.unit import Unit
 from streamer.store.host import HostStore
