@@ -40,8 +40,8 @@ from streamer.backends.ranks import Ranks
 from streamer.cli.build import build_model
 from streamer.cli.config import Config, ConfigError, load_config, with_keys
 from streamer.cli.loop import Loop, load_text
+from streamer.engine.executor import Executor
 from streamer.engine.handle import wrapped
-from streamer.engine.paging.executor import Executor
 from streamer.model.options import parse_bytes
 
 

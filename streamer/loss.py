@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from streamer.engine.guard import never_traced
 from streamer.engine.handle import home_of
-from streamer.engine.layer.collector import graph_is_retained
+from streamer.engine.layer.graph import graph_is_retained
 from streamer.engine.schedule import op as ops
 from streamer.planner.cost import repeated
 

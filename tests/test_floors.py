@@ -31,6 +31,8 @@ FLOORS = (
     "streamer.engine.guard",
     "streamer.engine.unit",
     "streamer.engine.paging",
+    "streamer.engine.device_memory",
+    "streamer.engine.executor",
     "streamer.engine.handle",
     "streamer.engine.layer",
     "streamer.planner",

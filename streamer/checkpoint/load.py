@@ -33,8 +33,8 @@ from streamer.checkpoint.save import (
 )
 from streamer.checkpoint.tensors import DTYPES, Entry, reading, stored_buffers
 from streamer.checkpoint.values import decode, set_random_states
+from streamer.engine.executor import Executor
 from streamer.engine.handle import require_home, wrapped
-from streamer.engine.paging.executor import Executor
 from streamer.errors import CheckpointError, shortened, warn
 from streamer.optim.adamw import AdamW
 from streamer.optim.state import convert, load_moments, parse_state_dtype

@@ -30,9 +30,9 @@ from streamer.checkpoint.tensors import (
     write_tensors,
 )
 from streamer.checkpoint.values import Put, encode, random_states
+from streamer.engine.executor import Executor
 from streamer.engine.guard import as_plain
 from streamer.engine.handle import require_home, wrapped
-from streamer.engine.paging.executor import Executor
 from streamer.engine.unit import Unit
 from streamer.optim.adamw import AdamW
 from streamer.optim.replay.spill import OnDisk

@@ -37,7 +37,7 @@ from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
 import torch
 from torch import nn
 
-from streamer.engine.tensors.nested import walk
+from streamer.engine.tensors import walk
 from streamer.torch_private import (
     SubclassesOff,
     check_finite,

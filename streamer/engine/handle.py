@@ -10,8 +10,8 @@ from typing import NoReturn, Protocol
 import torch
 from torch import nn
 
+from streamer.engine.executor import Executor
 from streamer.engine.guard import Access, Kind, Tag, guard_parameter, unguard_parameter
-from streamer.engine.paging.executor import Executor
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.unit import Unit
 from streamer.store.layout import Slice

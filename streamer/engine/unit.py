@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from streamer.engine.guard import as_plain
-from streamer.engine.tensors.module_state import ModuleState
+from streamer.engine.tensors import ModuleState
 from streamer.quantized.parts import Composite, marked, plain_parts, plainly
 from streamer.store.layout import Layout, Slice
 from streamer.torch_private import set_accumulation_hook, storage_id
@@ -323,3 +323,59 @@ def buffer_bytes(units: Iterable[Unit]) -> int:
     # not by address: all meta tensors have the same
     places = {(storage_id(part), part.storage_offset()): part.nbytes for part in parts}
     return sum(places.values())
+
+
+class Structure:
+    """Whether a wrapped model still has its layers, ``units``, in the modules of ``model`` that hold them.
+
+    A module that replaces a layer runs without being streamed, and no loss reveals it. So, at the beginning
+    of a forward of the model, the modules that hold layers are compared with their earlier contents.
+    """
+
+    def __init__(self, units: Sequence[Unit], model: nn.Module) -> None:
+        self._model = model
+        self._units = units
+        #: the layers by their name in the module that holds them, by the path of that module
+        self._layers: dict[str, dict[str, nn.Module]] = {}
+        for unit in units:
+            path, _, key = unit.name.rpartition(".")
+            self._layers.setdefault(path, {})[key] = unit.module
+        self._lengths = {
+            path: len(model.get_submodule(path)._modules)
+            for path, layers in self._layers.items()
+            if all(key.isdigit() for key in layers)
+        }
+
+    def check(self) -> None:
+        """Raise ValueError if a layer or a layer's parameter was replaced, removed or added since the model
+        was wrapped."""
+        for path, layers in self._layers.items():
+            now = self._children(path)
+            for key, layer in layers.items():
+                found = now.get(key)
+                # other code may have put the layer into a module of its own, which calls it
+                if found is not layer and (found is None or layer not in found.modules()):
+                    raise _refusal(f"layer '{path}.{key}' was replaced or removed")
+            if len(now) != self._lengths.get(path, len(now)):
+                raise _refusal(f"'{path}' had {self._lengths[path]} layers and has {len(now)}")
+
+        for unit in self._units:
+            for name, param, owners in unit.registered:
+                if any(module._parameters.get(key) is not param for module, key in owners):
+                    raise ValueError(
+                        f"parameter '{name}' of a streamed layer was replaced or removed after streamer.wrap "
+                        "(torch.func.functional_call does so too): write into it (param.copy_ under "
+                        "torch.no_grad), or call streamer.unwrap(model) first"
+                    )
+
+    def _children(self, path: str) -> dict[str, nn.Module | None]:
+        try:
+            return self._model.get_submodule(path)._modules
+        except AttributeError:
+            raise _refusal(f"'{path}' was removed") from None
+
+
+def _refusal(what: str) -> ValueError:
+    return ValueError(
+        f"{what} after streamer.wrap: call streamer.unwrap(model), change the model, and wrap it again"
+    )

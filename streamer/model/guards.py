@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from streamer.engine.executor import Executor
 from streamer.engine.guard import as_plain, never_traced
 from streamer.engine.handle import GUARDS
-from streamer.engine.layer.collector import is_added_to
-from streamer.engine.layer.refusals import refuse_trace
-from streamer.engine.layer.stand_in import plain_forwards
-from streamer.engine.paging.executor import Executor
-from streamer.engine.tensors.nested import flatten
+from streamer.engine.layer.arguments import refuse_trace
+from streamer.engine.layer.graph import is_added_to
+from streamer.engine.layer.surroundings import plain_forwards
+from streamer.engine.tensors import flatten
 from streamer.engine.unit import Unit
 from streamer.model.unwrap import Copier
 from streamer.quantized.parts import plain_parts

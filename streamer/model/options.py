@@ -12,8 +12,8 @@ import torch
 
 import streamer_native as native
 from streamer.backends.disk import Disks
-from streamer.engine.layer.compiled import CompileBackend
 from streamer.engine.layer.layer import POLICIES
+from streamer.engine.layer.surroundings import CompileBackend
 from streamer.engine.unit import Unit
 from streamer.model.init import Init
 from streamer.model.layers import Layers

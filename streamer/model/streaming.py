@@ -13,11 +13,11 @@ from torch import nn
 import streamer_native as native
 from streamer.backends.base import Backend
 from streamer.backends.ranks import Ranks
+from streamer.engine.executor import Executor
 from streamer.engine.handle import HANDLE, Wrapped, settle_in
-from streamer.engine.layer.compiled import compiled
 from streamer.engine.layer.layer import POLICIES, StreamedLayer
 from streamer.engine.layer.micro_batches import micro_batches
-from streamer.engine.paging.executor import Executor
+from streamer.engine.layer.surroundings import compiled
 from streamer.engine.unit import Unit
 from streamer.model.guards import attach_guards
 from streamer.model.init import Initialiser, check_init

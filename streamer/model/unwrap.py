@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from streamer.engine.executor import Executor
 from streamer.engine.guard import as_plain, plain_class
 from streamer.engine.handle import HANDLE, home_of, settle_out, wrapped
-from streamer.engine.layer.stand_in import HAD
-from streamer.engine.paging.executor import Executor
+from streamer.engine.layer.surroundings import HAD
 from streamer.engine.schedule import op as ops
 from streamer.engine.unit import InParts, Unit
 from streamer.errors import DiskError, warn

@@ -17,7 +17,7 @@ from streamer.backends.ranks import Ranks, alone_among
 from streamer.backends.select import backend_for
 from streamer.backends.virtual import VirtualBackend, VirtualRanks
 from streamer.engine.handle import home_of, wrapped_part
-from streamer.engine.layer.compiled import CompileBackend
+from streamer.engine.layer.surroundings import CompileBackend
 from streamer.errors import shortened, warn
 from streamer.model.init import Init
 from streamer.model.layers import Layers

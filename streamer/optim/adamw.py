@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from streamer.engine.executor import Executor
 from streamer.engine.guard import as_plain, never_traced, unguarded
 from streamer.engine.handle import Home, home_of, require_home
 from streamer.engine.paging.across_ranks import Reduced
 from streamer.engine.paging.disk_pager import ShardUpdate
 from streamer.engine.paging.early_updates import Update, Updater
-from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.host_gradient import is_summed
 from streamer.engine.unit import Unit
 from streamer.errors import shortened, warn

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from streamer.engine.executor import Executor
 from streamer.engine.guard import as_plain
 from streamer.engine.handle import require_home, wrapped
-from streamer.engine.paging.executor import Executor
 
 
 @as_plain

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from streamer.engine.executor import Executor
 from streamer.engine.guard import TAG, Access, GuardedTensor, Kind, Tag, unguarded
 from streamer.engine.handle import Home, require_home
-from streamer.engine.paging.executor import Executor
 from streamer.store.layout import num_blocks
 from streamer.store.ledger import Ledger, host, require
 from streamer.store.purposes import ALL_MOMENTS, BF16, FP32, INT8, MOMENTS, Purpose

@@ -22,14 +22,13 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from streamer.backends.virtual import VirtualBackend
+from streamer.engine.executor import Executor
 from streamer.engine.handle import GUARDS
 from streamer.engine.layer.arguments import Outputs
 from streamer.engine.layer.layer import Call, LayerCall, OutputGradients, Policy, StreamedLayer
 from streamer.engine.layer.micro_batches import BatchSlices
 from streamer.engine.layer.surroundings import autocast_settings
-from streamer.engine.paging.executor import Executor
-from streamer.engine.tensors.nested import Rebuild, Tensors, constants
-from streamer.engine.tensors.saved import storages
+from streamer.engine.tensors import Rebuild, Tensors, constants, storages
 from streamer.engine.unit import Unit
 from streamer.planner.cost import Cost
 from streamer.planner.measure import Meter, Tracker

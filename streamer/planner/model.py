@@ -29,7 +29,7 @@ from streamer.backends.ranks import Ranks
 from streamer.backends.virtual import VirtualBackend, VirtualRanks
 from streamer.engine.handle import wrapped
 from streamer.engine.layer.micro_batches import AmbiguousBatchError
-from streamer.engine.tensors.nested import Rebuild, flatten
+from streamer.engine.tensors import Rebuild, flatten
 from streamer.engine.unit import Unit
 from streamer.errors import notes
 from streamer.model.init import check_init

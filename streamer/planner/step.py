@@ -19,7 +19,7 @@ import torch
 
 from streamer.backends.base import Lane, gaps
 from streamer.backends.virtual import VirtualBackend
-from streamer.engine.paging.executor import Executor
+from streamer.engine.executor import Executor
 from streamer.planner.layers import measure_kinds
 from streamer.planner.machine import CUDA, Machine, context_bytes
 from streamer.planner.measure import Tracker

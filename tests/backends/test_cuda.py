@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import streamer
 import streamer.backends.cuda
-import streamer.engine.paging.executor
+import streamer.engine.executor
 from streamer.backends.base import SPECIAL, Event, Lane
 from streamer.backends.cuda import CudaBackend
 from streamer.engine.handle import wrapped
@@ -338,7 +338,7 @@ def test_without_the_waits_the_result_is_wrong(monkeypatch: pytest.MonkeyPatch) 
         with streamed(gpt(), backend=SlowLane(Lane.H2D)) as model:
             assert torch.equal(model.eval()(tokens), expected)
         no_waits = partial(Hazards, read_after_write=False)
-        monkeypatch.setattr(streamer.engine.paging.executor, "Hazards", no_waits)
+        monkeypatch.setattr(streamer.engine.executor, "Hazards", no_waits)
         # longer than the host takes to queue the whole forward, where others use the GPU too
         with streamed(gpt(), backend=SlowLane(Lane.H2D, milliseconds=200)) as model:
             assert not torch.equal(model.eval()(tokens), expected)

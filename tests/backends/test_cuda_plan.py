@@ -22,8 +22,8 @@ from streamer.backends.cuda import CudaBackend
 from streamer.backends.virtual import VirtualBackend
 from streamer.cli.config import StreamConfig
 from streamer.cli.plan.planning import this_machine
+from streamer.engine.executor import Executor
 from streamer.engine.handle import wrapped
-from streamer.engine.paging.executor import Executor
 from streamer.engine.paging.norms import Norms
 from streamer.planner.machine import H200, RTX_4090, Machine, gpu_properties
 from streamer.planner.step import plan_step

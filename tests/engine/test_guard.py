@@ -19,7 +19,7 @@ from torch.nn.utils import get_total_norm, parameters_to_vector
 import streamer
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.paging.executor import Executor
+from streamer.engine.executor import Executor
 from streamer.engine.schedule.op import Op, OpKind
 from tests.reference import assert_trains_alike, gradients, language_loss, one_step, streamed, tiny_gpt
 

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 import streamer
 from streamer.backends import host_memory
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.paging import device_memory as watch
+from streamer.engine import device_memory as watch
 from streamer.model.layers import find_layers
 from streamer.model.options import parse_bytes
 from streamer.store.ledger import SHARED

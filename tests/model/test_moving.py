@@ -15,7 +15,7 @@ from torch import nn
 
 import streamer
 from streamer.backends.thread import ThreadBackend
-from streamer.engine.paging.executor import Executor
+from streamer.engine.executor import Executor
 from streamer.model import streaming
 from tests.reference import attached
 

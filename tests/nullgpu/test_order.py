@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import streamer
-import streamer.engine.paging.executor
+import streamer.engine.executor
 from streamer.engine.handle import wrapped
-from streamer.engine.layer import collector
+from streamer.engine.layer import graph as collector
 from streamer.engine.schedule.hazards import Hazards
 from tests.nullgpu import device
 from tests.nullgpu.chain import HALVING, WIDTH, Chain
@@ -256,7 +256,7 @@ def test_a_second_stream_waits_for_the_roots_weights_too(nullgpu: ModuleType) ->
 
 @pytest.mark.parametrize("missing", ["read_after_write", "write_after_read"])
 def test_without_the_waits_layers_read_something_else(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streamer.engine.paging.executor, "Hazards", partial(Hazards, **{missing: False}))
+    monkeypatch.setattr(streamer.engine.executor, "Hazards", partial(Hazards, **{missing: False}))
     with wrapped_chain(num_slots=1) as model:
         try:
             train(model)

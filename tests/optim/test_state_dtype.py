@@ -221,7 +221,7 @@ def test_moments_that_do_not_fit_are_refused_with_the_remedy(monkeypatch: pytest
         layouts = [shard.layout for shard in wrapped(model).executor.store.shards]
         needs = {kept: sum(host_bytes(layouts, MOMENTS[kept]).values()) for kept in (FP32, BF16, INT8)}
         assert needs[FP32] > needs[BF16] > needs[INT8]
-        monkeypatch.setattr("streamer.engine.paging.device_memory.LOW_HOST_BYTES", 0)
+        monkeypatch.setattr("streamer.engine.device_memory.LOW_HOST_BYTES", 0)
         monkeypatch.setattr(ThreadBackend, "host_available", lambda self: needs[BF16])
         with pytest.raises(
             MemoryError,

@@ -18,8 +18,8 @@ from models.gpt2 import GPT
 from streamer.backends.base import PIECE_BYTES, Backend
 from streamer.backends.thread import ThreadBackend
 from streamer.backends.virtual import VirtualBackend
+from streamer.engine.executor import Executor
 from streamer.engine.handle import wrapped
-from streamer.engine.paging.executor import Executor
 from streamer.planner.layers import measure_kinds
 from streamer.planner.machine import GIB, Machine
 from streamer.planner.measure import Tracker

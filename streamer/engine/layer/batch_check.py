@@ -42,7 +42,7 @@ from torch.overrides import TorchFunctionMode
 from streamer.engine.layer.arguments import Outputs
 from streamer.engine.layer.micro_batches import AmbiguousBatchError, BatchSlices, Joined, Part, Parts
 from streamer.engine.layer.surroundings import autocast_settings
-from streamer.engine.tensors.nested import Tensors, constants, flatten
+from streamer.engine.tensors import Tensors, constants, flatten
 from streamer.engine.unit import Unit
 from streamer.errors import warn
 from streamer.quantized.parts import plain_parts

@@ -28,8 +28,10 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from streamer.engine.executor import Executor
 from streamer.engine.guard import never_traced
 from streamer.engine.layer.arguments import (
+    MEANINGS,
     Outputs,
     accumulator,
     added_to,
@@ -41,12 +43,21 @@ from streamer.engine.layer.arguments import (
     is_plain,
     let_go,
     passed_on,
+    refuse_dual,
+    refuse_transforms,
     require_grad,
     without_caches,
 )
 from streamer.engine.layer.batch_check import check_once, passes, run_in_slices
-from streamer.engine.layer.collector import Collector, graph_is_retained, is_added_to
-from streamer.engine.layer.compiled import refuse_compiler_error
+from streamer.engine.layer.graph import (
+    Collector,
+    InContexts,
+    RebuiltView,
+    SlotView,
+    graph_is_retained,
+    is_added_to,
+    place_of,
+)
 from streamer.engine.layer.micro_batches import (
     AmbiguousBatchError,
     BatchSlices,
@@ -54,16 +65,16 @@ from streamer.engine.layer.micro_batches import (
     MicroBatches,
     Parts,
 )
-from streamer.engine.layer.recorded import RecordingForward
-from streamer.engine.layer.refusals import MEANINGS, refuse_dual, refuse_transforms
-from streamer.engine.layer.slot_views import InContexts, RebuiltView, SlotView, place_of
-from streamer.engine.layer.stand_in import HAD
-from streamer.engine.layer.surroundings import past_checkpoints, uncached_autocast, without_own_checkpoint
-from streamer.engine.paging.executor import Executor
+from streamer.engine.layer.surroundings import (
+    HAD,
+    RecordingForward,
+    past_checkpoints,
+    refuse_compiler_error,
+    uncached_autocast,
+    without_own_checkpoint,
+)
 from streamer.engine.schedule.order import Phase
-from streamer.engine.tensors.module_state import Taken
-from streamer.engine.tensors.nested import Rebuild, Tensors, flatten
-from streamer.engine.tensors.saved import Saved, storages
+from streamer.engine.tensors import Rebuild, Saved, Taken, Tensors, flatten, storages
 from streamer.engine.unit import Unit, leaked
 from streamer.quantized.parts import aliases
 from streamer.torch_private import (

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from streamer.engine.tensors.nested import Rebuild, Tensors, constants, flatten
+from streamer.engine.tensors import Rebuild, Tensors, constants, flatten
 from streamer.engine.unit import Unit
 from streamer.torch_private import is_sparse
 

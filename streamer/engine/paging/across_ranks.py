@@ -84,7 +84,7 @@ from streamer.engine.paging.norms import Norms, sum_squares
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT
-from streamer.engine.tensors.nested import walk
+from streamer.engine.tensors import walk
 from streamer.engine.unit import Unit
 from streamer.store.host import HostStore
 from streamer.store.layout import ALIGN_BYTES, Layout, Stretch

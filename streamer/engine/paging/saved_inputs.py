@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import Place
-from streamer.engine.tensors.saved import SavedBytes, storages
+from streamer.engine.tensors import SavedBytes, storages
 from streamer.store.ledger import Tier, require
 
 

@@ -25,12 +25,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from streamer.engine.executor import Executor
 from streamer.engine.guard import as_plain, never_traced, unguarded
 from streamer.engine.handle import home_of
 from streamer.engine.paging.across_ranks import Reduced
 from streamer.engine.paging.disk_pager import WholeUpdate
 from streamer.engine.paging.early_updates import Update
-from streamer.engine.paging.executor import Executor
 from streamer.engine.unit import Unit
 from streamer.optim.replay.probe import way_of
 from streamer.optim.replay.room import beyond, held_bytes, needed_by

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import streamer
-import streamer.engine.paging.executor
+import streamer.engine.executor
 from streamer.backends.base import Lane
 from streamer.backends.thread import Delay, ThreadBackend
 from streamer.engine.handle import wrapped
@@ -99,7 +99,7 @@ def test_without_either_kind_of_wait_the_result_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropped: str, slow: Lane, update: str
 ) -> None:
     expected = undisturbed(update, "float32")
-    monkeypatch.setattr(streamer.engine.paging.executor, "Hazards", partial(Hazards, **{dropped: False}))
+    monkeypatch.setattr(streamer.engine.executor, "Hazards", partial(Hazards, **{dropped: False}))
     # what is read too early is full of NaN
     warnings.filterwarnings("ignore", message="(a|the) gradient .*is NaN or infinite")
     try:

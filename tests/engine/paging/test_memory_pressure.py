@@ -51,7 +51,7 @@ def test_host_memory_that_runs_out_is_said_once(monkeypatch: pytest.MonkeyPatch)
         optimizer = streamer.AdamW(model.parameters())
         free, now = [1 << 30], [100.0]
         monkeypatch.setattr(ThreadBackend, "host_available", lambda self: free[-1])
-        monkeypatch.setattr("streamer.engine.paging.device_memory.time.monotonic", lambda: now[-1])
+        monkeypatch.setattr("streamer.engine.device_memory.time.monotonic", lambda: now[-1])
 
         with warnings.catch_warnings():
             warnings.simplefilter("error")

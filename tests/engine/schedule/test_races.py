@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import streamer.engine.paging.executor
+import streamer.engine.executor
 from streamer.backends.base import SPECIAL, Lane
 from streamer.backends.thread import Delay, ThreadBackend
 from streamer.engine.schedule.hazards import Hazards
@@ -84,7 +84,7 @@ def test_without_either_kind_of_wait_the_result_is_wrong(
     monkeypatch: pytest.MonkeyPatch, dropped: str, slow: Lane
 ) -> None:
     expected = undisturbed("recompute")
-    monkeypatch.setattr(streamer.engine.paging.executor, "Hazards", partial(Hazards, **{dropped: False}))
+    monkeypatch.setattr(streamer.engine.executor, "Hazards", partial(Hazards, **{dropped: False}))
     # a slot that is read too early is full of NaN, and its step is skipped
     warnings.filterwarnings("ignore", message="(a|the) gradient .*is NaN or infinite")
     try:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from streamer.engine.tensors.nested import flatten, reachable
+from streamer.engine.tensors import flatten, reachable
 
 
 class Pair(NamedTuple):

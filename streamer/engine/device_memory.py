@@ -1,5 +1,6 @@
 """Memory limits: the holders of device memory, the number of weight slots that fit a budget, and a warning
-before the system kills the process for lack of host memory."""
+before the system kills the process for lack of host memory.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from streamer.backends.base import Backend
 from streamer.backends.ranks import Ranks
 from streamer.engine.paging.gradients import Gradients
 from streamer.engine.paging.pager import Pager
-from streamer.engine.tensors.saved import SavedBytes
+from streamer.engine.tensors import SavedBytes
 from streamer.engine.unit import Unit, buffer_bytes
 from streamer.errors import warn
 from streamer.store.ledger import AVERAGING, BUFFERS, GRAD_SLOTS, ROOT_GRADIENTS, ROOT_WEIGHTS, WEIGHT_SLOTS

@@ -35,9 +35,9 @@ import torch
 from streamer.backends.background import Background
 from streamer.backends.base import Backend, Lane, Lock, Thread, current_thread
 from streamer.backends.ranks import Ranks
+from streamer.engine.device_memory import Budget, DeviceMemory, HostWatch
 from streamer.engine.guard import TAG, Kind, Touch, as_plain, is_in_graph, never_traced
 from streamer.engine.paging.across_ranks import AcrossRanks
-from streamer.engine.paging.device_memory import Budget, DeviceMemory, HostWatch
 from streamer.engine.paging.disk_pager import ShardUpdate, WholeUpdate
 from streamer.engine.paging.gradients import Gradients
 from streamer.engine.paging.pager import Pager
@@ -46,9 +46,8 @@ from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Hazards, Issuer
 from streamer.engine.schedule.op import ROOT
 from streamer.engine.schedule.order import LayerUse, Phase
-from streamer.engine.structure import Structure
-from streamer.engine.tensors.saved import SavedBytes
-from streamer.engine.unit import Unit
+from streamer.engine.tensors import SavedBytes
+from streamer.engine.unit import Structure, Unit
 from streamer.store.host import HostStore
 from streamer.store.layout import Slice
 from streamer.store.ledger import UNLIMITED, Tier, host
