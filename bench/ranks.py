@@ -2,10 +2,12 @@
 
     python -m bench.ranks                          # forty seconds on two cores, no GPU
 
-Two processes with one PyTorch thread each train the same model in several ways, interleaved: a round has some
-steps of each way, in a new random order, and all processes begin a way together. The ways:
+Two processes, each with one core of its own and one PyTorch thread, train the same model in several ways,
+interleaved: a round has some steps of each way, in a new random order, and all processes begin a way
+together. The threads of a process share its core, those that copy and update too. The ways:
 
 - *one*: streamed by one process alone, on its part of the batch; the other process waits;
+- *apart*: the same by both at once. They share memory and caches, not data: what two ranks could reach;
 - *two*: streamed by both, each on its part (`wrap(process_group=)`, gloo);
 - *gathered*: the same with `gather_weights=True`. Between processes of one CPU that copies more, not less;
 - *DDP*: PyTorch's DistributedDataParallel with its AdamW: each has a whole model and a whole optimizer;
@@ -25,6 +27,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import os
 import random
 import tempfile
 import time
@@ -76,6 +79,7 @@ def ways(rank: int) -> tuple[dict[str, Step], dict[str, str]]:
     together = {"process_group": dist.group.WORLD}
     streamed: dict[str, dict[str, Any]] = {
         "one": {},
+        "apart": {},
         "two": together,
         "gathered": {**together, "gather_weights": True},
     }
@@ -150,6 +154,7 @@ def on_paper() -> list[dict[str, Any]]:
 def run(rank: int, store: str, rounds: int, steps: int, answers: Any) -> None:
     """One rank's part; the first one tells the tokens per second of each way, by round."""
     torch.set_num_threads(1)
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     found, missing = ways(rank)
     order = random.Random(0)
@@ -173,6 +178,7 @@ def run(rank: int, store: str, rounds: int, steps: int, answers: Any) -> None:
 def report_table(report: Report) -> list[str]:
     names = {
         "one": "streamed by one process",
+        "apart": "streamed by two, each for itself",
         "two": "streamed by two",
         "gathered": "streamed by two, `gather_weights=True`",
         "DDP": "DistributedDataParallel, two",
@@ -207,11 +213,13 @@ def report_table(report: Report) -> list[str]:
 def readme_figure(report: Report) -> str:
     """The sentence of the project's pages."""
     tasks = report["tasks"]
-    one, fsdp, ddp = (tasks[way]["two_ranks_by_it"]["median"] for way in ("one", "FSDP2", "DDP"))
+    ways = ("one", "apart", "FSDP2", "DDP")
+    one, apart, fsdp, ddp = (tasks[way]["two_ranks_by_it"]["median"] for way in ways)
     return (
-        f"Two ranks with one CPU core each reach {one:.2f} times the tokens/s of one, {fsdp:.2f} times those "
-        f"of FSDP2 with CPU offload, and {ddp:.2f} times those of `DistributedDataParallel`, without any "
-        f"copies of layers (medians of {report['rounds']} rounds)."
+        f"Two ranks with one CPU core each reach {one:.2f} times the tokens/s of one, {apart:.2f} times "
+        f"those of two processes that exchange nothing, {fsdp:.2f} times those of FSDP2 with CPU offload, "
+        f"and {ddp:.2f} times those of `DistributedDataParallel`, without any copies of layers (medians of "
+        f"{report['rounds']} rounds)."
     )
 
 

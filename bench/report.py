@@ -1,7 +1,7 @@
 """Turn the JSON in bench/results into its README.md, and into the figures of the project's pages.
 
-    python -m bench.report # writes all python -m bench.report --check # checks that they match the JSON; exit
-    code 1 if not
+    python -m bench.report            # writes all
+    python -m bench.report --check    # checks that they match the JSON; exit code 1 if not
 
 In README.md and docs/benchmarks.md the lines between ``<!-- figures: NAME -->`` and
 ``<!-- end of figures -->`` are replaced. Results of a GPU lie in bench/results/gpu, where `bench/gpu.sh`

@@ -1,8 +1,8 @@
 """How many tokens does each copy of a weight serve, and how does that change tokens per second?
 
-    python -m bench.tokens_per_transfer plain # against plain PyTorch; ten minutes on two cores python -m
-    bench.tokens_per_transfer bus # a bus of 0.2 and 1 GB/s; eight minutes on two cores python -m
-    bench.tokens_per_transfer bus --device cuda --n-layer 3 --n-head 32 --n-embd 4096 \\
+    python -m bench.tokens_per_transfer plain    # against plain PyTorch; ten minutes on two cores
+    python -m bench.tokens_per_transfer bus      # a bus of 0.2 and 1 GB/s; eight minutes on two cores
+    python -m bench.tokens_per_transfer bus --device cuda --n-layer 3 --n-head 32 --n-embd 4096 \\
         --vocab-size 50257 --context 1024 --batch-sizes 4 16 --lr 1e-4 --rounds 3 --steps 1
 
 Weights cross the bus twice a step, once for forward and once for backward, and gradients once. The more

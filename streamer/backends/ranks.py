@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,16 @@ ONE_SEED = (
     "All ranks must run the same layers: where a model skips some at random (LayerDrop), all ranks need one "
     "seed for that, so add torch.manual_seed(step) before each forward"
 )
+
+
+class Mean(NamedTuple):
+    """A tensor to be replaced by its mean over all ranks. With an ``owner`` only that rank of each machine
+    gets the mean, with ``on_machine`` only that of one machine, each for half the traffic; on other ranks the
+    tensor is then undefined."""
+
+    tensor: torch.Tensor
+    owner: int | None = None
+    on_machine: int | None = None
 
 
 class Channel(enum.IntEnum):
@@ -425,26 +435,42 @@ class Ranks:
 
     # collectives, called by work of the COLLECTIVE lane
 
-    def average(self, tensor: torch.Tensor, owner: int | None = None, on_machine: int | None = None) -> None:
-        """Replace ``tensor`` by the mean over all ranks. With an ``owner`` only that rank of each machine
-        gets the mean, with ``on_machine`` only that of one machine, each for half the traffic; on other ranks
-        the tensor is then undefined. Raises RanksError if a rank has ended."""
+    def average(self, means: Sequence[Mean]) -> None:
+        """Take all ``means``, those of different owners at the same time. Raises RanksError if a rank has
+        ended."""
         if self.is_alone:
             return
+        with self._collective(AVERAGING):
+            if self.local_size > 1:
+                for work in [self._begin_sum(mean) for mean in means]:
+                    work.wait()
+            for mean in means:
+                self._over_machines(*mean)
+
+    def _owner_here(self, owner: int | None) -> int | None:
+        """The rank of this machine that gets the machine's sum; None for all of them."""
         # one rank of each machine adds up the mean for all of its ranks: rings in another order for each
         # could differ in the last bits
-        owner_here = 0 if owner is None and self.machines > 1 else owner
-        with self._collective(AVERAGING):
-            if self.local_size > 1 and owner_here is None:
-                dist.all_reduce(tensor, group=self._of_machine)
-            elif self.local_size > 1:
-                dist.reduce(tensor, group_dst=owner_here, group=self._of_machine)
-            if self.machines > 1 and owner_here == self.local_rank:
+        return 0 if owner is None and self.machines > 1 else owner
+
+    def _begin_sum(self, mean: Mean) -> Work:
+        """Begin to add up the tensors of this machine's ranks."""
+        owner, group = self._owner_here(mean.owner), self._of_machine
+        if owner is None:
+            work: Work = dist.all_reduce(mean.tensor, group=group, async_op=True)
+        else:
+            work = dist.reduce(mean.tensor, group_dst=owner, group=group, async_op=True)
+        return work
+
+    def _over_machines(self, tensor: torch.Tensor, owner: int | None, on_machine: int | None) -> None:
+        """Add up the sums of all machines, and divide by the number of ranks."""
+        if self.machines > 1:
+            if self._owner_here(owner) == self.local_rank:
                 if on_machine is None:
                     dist.all_reduce(tensor, group=self._of_column)
                 else:
                     dist.reduce(tensor, group_dst=on_machine, group=self._of_column)
-            if self.machines > 1 and self.local_size > 1 and owner is None:
+            if self.local_size > 1 and owner is None:
                 dist.broadcast(tensor, group_src=0, group=self._of_machine)
         if owner in (None, self.local_rank) and on_machine in (None, self.machine):
             tensor.mul_(1 / self.size)

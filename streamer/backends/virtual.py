@@ -20,7 +20,7 @@ from streamer.backends.base import Backend, Event, Lane, Span, buffers_within
 from streamer.backends.direct_io import ALIGNMENT
 from streamer.backends.disk import Extent
 from streamer.backends.machines import Placement
-from streamer.backends.ranks import Ranks
+from streamer.backends.ranks import Mean, Ranks
 from streamer.backends.stored_tensors import Pieces, StoredTensor
 from streamer.planner.cost import NOTHING, Cost, DeviceKernels, Operations, SeesOperations
 from streamer.planner.machine import CPU, CUDA, Beside, Machine
@@ -365,7 +365,7 @@ class VirtualRanks(Ranks):
     def all_gather(self, whole: torch.Tensor) -> None:
         return
 
-    def average(self, tensor: torch.Tensor, owner: int | None = None, on_machine: int | None = None) -> None:
+    def average(self, means: Sequence[Mean]) -> None:
         return
 
     def gathered(self, number: torch.Tensor, *, of_machines: bool = False) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import streamer
+from streamer.backends.ranks import Mean
 from streamer.engine.handle import wrapped as handle_of
 from streamer.errors import RanksError
 from tests.ranks.common import run_ranks
@@ -156,7 +157,7 @@ def fails_beside_a_collective(rank: int) -> None:
     if rank:
         ranks.tell(ValueError("the disk is broken"))
         os._exit(3)
-    ranks.average(torch.ones(3))
+    ranks.average([Mean(torch.ones(3))])
 
 
 def raises(rank: int) -> None:

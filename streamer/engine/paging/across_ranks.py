@@ -77,10 +77,10 @@ from operator import or_
 
 import torch
 
-from streamer.backends.ranks import LAYER_AVERAGED, LAYER_GATHERED, Channel, Ranks
+from streamer.backends.ranks import LAYER_AVERAGED, LAYER_GATHERED, Channel, Mean, Ranks
 from streamer.engine.guard import Access, Kind, Touch, as_plain
 from streamer.engine.paging.host_gradient import HostGradient, is_summed
-from streamer.engine.paging.norms import Norms, sum_squares
+from streamer.engine.paging.norms import Norms, sum_squares, values_of
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT
@@ -102,13 +102,13 @@ class _Backward:
     used: dict[int, int]
     #: for each parameter of the root: 0 without a gradient, 1 with one, 2 with a sum of several in fp32
     root: list[int]
-    #: by unit with gradients added on the host, the sum of squares of this rank's share
+    #: by unit, the sum of squares of this rank's share of the gradient
     squares: dict[int, float]
 
 
 class Reduced:
     """The gradient of a layer, averaged over the ranks: its state once the average is done. Calling it
-    returns the sum of squares."""
+    returns the sum of squares, of this rank's share until the end of the backward unless updates read it."""
 
     def __init__(
         self, wanted: Sequence[bool], on_host: torch.Tensor | None, squares: torch.Tensor | None = None
@@ -117,9 +117,9 @@ class Reduced:
         self.wanted = wanted
         self._on_host = on_host
         self._used = 0
-        self._squares = squares
+        self._squares: torch.Tensor | float | None = squares
 
-    def __call__(self) -> torch.Tensor:
+    def __call__(self) -> torch.Tensor | float:
         assert self._squares is not None, "the gradient is averaged"
         return self._squares
 
@@ -128,6 +128,10 @@ class Reduced:
         self._used, self._squares = used, squares
         if self._on_host is not None:
             self._on_host.copy_(squares, non_blocking=True)
+
+    def set_total(self, squares: float) -> None:
+        """Called at the end of a backward: the sum of squares of all shares."""
+        self._squares = squares
 
     def used(self) -> list[bool]:
         """Which of the trainable parameters some rank has used."""
@@ -175,6 +179,8 @@ class AcrossRanks:
         self._divide()
         self._used: dict[int, int] = {}
         self._new: dict[int, int] = {}
+        #: by unit, its last gradient averaged in the running backward, whose sum of squares is not complete
+        self._reduced: dict[int, Reduced] = {}
         #: the number of gradients averaged in the running backward
         self._num_reduced = 0
 
@@ -231,17 +237,24 @@ class AcrossRanks:
 
         def work() -> None:
             of_all = self.ranks.exchange(words, mine, channel=Channel.COLLECTIVE)
-            for run, (owner, machine, share) in product(_runs(unit.layout), means):
-                if (own := within(run, share.elements)).numel:
-                    self._average(own.view(gradient), owner, machine)
+            self._average(
+                [
+                    Mean(own.view(gradient), owner, machine)
+                    for run, (owner, machine, share) in product(_runs(unit.layout), means)
+                    if (own := within(run, share.elements)).numel
+                ]
+            )
             squares = sum_squares(unit.layout, gradient, wanted, mine_of_it.elements)
-            # added up in the same order on all ranks, so that they get the same norm
-            of_each = self.ranks.gathered(squares, of_machines=self._for_one)
-            reduced.set(reduce(or_, of_all), of_each.sum())
+            if on_host is not None:
+                # added up in the same order on all ranks, so that they get the same norm
+                squares = self.ranks.gathered(squares, of_machines=self._for_one).sum()
+            reduced.set(reduce(or_, of_all), squares)
 
         sent = self._sent(unit.layout.grad_nbytes, rounds=1, for_one=self._for_one)
         self._issuer.issue(ops.reduce(unit.index, slot, sent), work)
         self._num_reduced += 1
+        if on_host is None:
+            self._reduced[unit.index] = reduced
         return reduced
 
     def _sent(self, nbytes: int, *, rounds: int, for_one: bool = False) -> int:
@@ -254,18 +267,18 @@ class AcrossRanks:
         between_machines = (1 if for_one else 2) * (nbytes // here) * (machines - 1) // machines
         return rounds * nbytes * (here - 1) // here + self.ranks.over_network(between_machines)
 
-    def _average(
-        self, gradient: torch.Tensor, owner: int | None = None, on_machine: int | None = None
-    ) -> None:
-        """Replace ``gradient`` by the mean over the ranks: `Ranks.average`."""
-        if gradient.dtype == FP32 or not self._exact.numel():
-            self.ranks.average(gradient, owner, on_machine)
-            return
-        for piece in gradient.view(-1).split(self._exact.numel()):
-            exact = self._exact[: piece.numel()]
-            exact.copy_(piece)
-            self.ranks.average(exact, owner, on_machine)
-            piece.copy_(exact)
+    def _average(self, means: Sequence[Mean]) -> None:
+        """`Ranks.average`, of shorter dtypes in fp32, one piece after another."""
+        at_once = [mean for mean in means if mean.tensor.dtype == FP32 or not self._exact.numel()]
+        self.ranks.average(at_once)
+        for gradient, owner, on_machine in means:
+            if gradient.dtype == FP32 or not self._exact.numel():
+                continue
+            for piece in gradient.view(-1).split(self._exact.numel()):
+                exact = self._exact[: piece.numel()]
+                exact.copy_(piece)
+                self.ranks.average([Mean(exact, owner, on_machine)])
+                piece.copy_(exact)
 
     def check_backward(self) -> None:
         """All layers have gone backward on this rank. Raises RanksError if other ranks have run more or fewer
@@ -282,7 +295,7 @@ class AcrossRanks:
         """The layers' gradients have arrived on this rank: wait for the others' shares, drop the gradients of
         parameters that no rank has used, average the root's gradients. ``added`` has, by unit with gradients
         added on the host, the sums of squares of this rank's share; they are replaced by those of all
-        shares."""
+        shares, and those of averaged gradients too."""
         if self.ranks.is_alone:
             return
         of_root = [*held[ROOT].pairs()]
@@ -292,16 +305,20 @@ class AcrossRanks:
                     f"'{slice.param.name}' has a sparse gradient, which ranks cannot average: make it dense "
                     "(nn.Embedding(sparse=False))"
                 )
+        new, averaged = self._new, self._reduced
+        squares = dict(zip(averaged, values_of([*averaged.values()]), strict=True))
         mine = _Backward(
             self._used,
             [0 if param.grad is None else 1 + is_summed(param) for _, param in of_root],
-            {index: sum(squares) for index, squares in added.items()},
+            squares | {index: sum(found) for index, found in added.items()},
         )
-        new = self._new
         self.forget()
         everyone: list[_Backward] = self.ranks.exchange("waiting for the others' gradients", mine)
-        for index, squares in added.items():
-            squares[:] = [each.squares[index] for each in self.ranks.of_shares(everyone)]
+        of_shares = self.ranks.of_shares(everyone)
+        for index, reduced in averaged.items():
+            reduced.set_total(math.fsum(each.squares[index] for each in of_shares))
+        for index, found in added.items():
+            found[:] = [each.squares[index] for each in of_shares]
         for index, bits in new.items():
             used = reduce(or_, (each.used.get(index, 0) for each in everyone))
             self._drop(self._units[index], bits & ~used, norms)
@@ -334,7 +351,7 @@ class AcrossRanks:
             self.ranks.exchange(words, channel=Channel.COLLECTIVE)
             for gradient in gradients:
                 dense = gradient.contiguous()
-                self._average(dense)
+                self._average([Mean(dense)])
                 if dense is not gradient:
                     gradient.copy_(dense)
 
@@ -366,7 +383,7 @@ class AcrossRanks:
 
     def forget(self) -> None:
         """Gradients are dropped, or a backward starts afresh."""
-        self._used, self._new, self._num_reduced = {}, {}, 0
+        self._used, self._new, self._reduced, self._num_reduced = {}, {}, {}, 0
 
     def before_updates(self, units: Sequence[int], description: str) -> None:
         """Updates of ``units`` are about to be issued; ``description`` has the values that must be the same

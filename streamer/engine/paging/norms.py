@@ -112,7 +112,7 @@ class Norms:
         holding = [unit for unit in (*self._units, self._root) if any(_holding(unit))]
         self._measure([unit for unit in holding if not self._is_known(unit, or_more=or_more)])
         found = [self._measured[unit.index] for unit in holding]
-        values = _read([each.squares for each in found])
+        values = values_of([each.squares for each in found])
         for each, value in zip(found, values, strict=True):
             each.squares = value  # so that no other call reads the device
         return math.fsum(values)
@@ -179,7 +179,7 @@ class Norms:
                 if not grads[0].is_meta:
                     found.squares = torch.stack([*map(_squares, grads)]).sum(dtype=torch.float64)
             elif known is not None and known.holding == found.holding:
-                (squares,) = _read([known.squares])
+                (squares,) = values_of([known.squares])
                 if math.isclose(squares, totals[unit.index], rel_tol=ROUNDING):
                     found.squares = squares
             found.sample, found.is_aliased = self._sample(unit), self._held[unit.index].is_aliased()
@@ -226,7 +226,7 @@ def _squares(gradient: torch.Tensor) -> torch.Tensor:
     return squares
 
 
-def _read(squares: Sequence[Squares]) -> list[float]:
+def values_of(squares: Sequence[Squares]) -> list[float]:
     """The values of the sums. Those on the device are copied at once; on the virtual backend they are 0."""
     known = [value() if callable(value) else value for value in squares]
     on_device = [value for value in known if isinstance(value, torch.Tensor) and not value.is_meta]
