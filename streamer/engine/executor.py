@@ -53,6 +53,7 @@ from streamer.store.layout import Slice
 from streamer.store.ledger import UNLIMITED, Tier, host
 from streamer.store.placement import make_room, place_moments, ring_bytes
 from streamer.store.purposes import (
+    FP32,
     MASTERING,
     OPTIMIZER_STATE,
     SAVED_INPUTS,
@@ -596,8 +597,9 @@ class Executor:
     def scratch(self, numel: int) -> torch.Tensor:
         """Memory shared by the updates in the HOST lane, one at a time: [2, ``numel`` or more] in fp32."""
         if self._scratch.shape[1] < numel:
-            device = "meta" if self.backend.device.type == "meta" else "cpu"
-            self._scratch = torch.empty(2, numel, dtype=torch.float32, device=device)
+            # a block of the backend has huge pages: kernels and the optimizer pass over it several times
+            block = self.backend.host_buffer(2 * numel * FP32.itemsize, pinned=False)
+            self._scratch = block.view(FP32).view(2, numel)
         return self._scratch
 
     def scratch_bytes(self) -> int:
