@@ -156,7 +156,7 @@ def _with_files(disk: bool | Folders | Disks, model: nn.Module, tensors: Tensors
         if param.requires_grad or source is None or not source.pieces:
             continue
         is_in_parts = any(isinstance(it, StoredQuantized) for it in source.pieces)
-        if is_in_parts != tensors.is_quantized(param):
+        if is_in_parts is (source.quantized is None):
             continue  # quantized or dequantized during reading
         if not is_in_parts:
             frozen[name] = source.pieces
