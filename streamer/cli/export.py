@@ -20,14 +20,14 @@ from torch import nn
 
 from streamer.checkpoint.manifest import NAME, Manifest, new_folder
 from streamer.checkpoint.save import BUFFERS, WEIGHTS
-from streamer.checkpoint.tensors import BY_NAME, Flushing, Piece, write_tensors
+from streamer.checkpoint.tensors import Flushing, Piece, write_tensors
 from streamer.cli.build import add_adapters, dtype_of, refusals, without_values
 from streamer.cli.config import Config, ConfigError, load_config
 from streamer.errors import CheckpointError, amount, shortened
 from streamer.model.options import parse_bytes
 from streamer.model.units import kept_dtype
 from streamer.pretrained.architecture import is_quantized
-from streamer.pretrained.files import INDEX, SINGLE, Stored, stored_tensors
+from streamer.pretrained.files import INDEX, SINGLE, Stored, stored_tensors, tensors_of
 from streamer.pretrained.match import Tensors
 from streamer.pretrained.quantized_files import with_quantized
 
@@ -76,9 +76,12 @@ def export(
         raise ConfigError(f"--merge adds adapters to a model, and the run of {checkpoint} has no [lora]")
     manifest = Manifest.read(checkpoint)
     manifest.check(checkpoint)
-    stored = _stored(checkpoint, manifest)
+    weights = manifest.files_of(WEIGHTS)
+    stored: dict[str, Stored] = {}
+    for file in sorted({*weights.values(), *manifest.files_of(BUFFERS).values()}):
+        stored |= tensors_of(checkpoint / file)
     if config.lora and not merge:
-        values = {name: stored[name].read().to(wanted, copy=True) for name in manifest.files_of(WEIGHTS)}
+        values = {name: stored[name].read().to(wanted, copy=True) for name in weights}
         _write_adapters(model, values, config, to)
         return
     if config.lora:
@@ -174,16 +177,6 @@ def _config(checkpoint: Path) -> Config:
             f"{folder / 'config.toml'}"
         )
     return config
-
-
-def _stored(checkpoint: Path, manifest: Manifest) -> dict[str, Stored]:
-    """The weights and buffers of the checkpoint."""
-    files = manifest.files_of(WEIGHTS) | manifest.files_of(BUFFERS)
-    entries = {name: manifest.files[file][name] for name, file in files.items()}
-    return {
-        name: Stored(name, checkpoint / files[name], BY_NAME[entry.dtype], entry.shape)
-        for name, entry in entries.items()
-    }
 
 
 def _names(checkpoint: Path, stored: Mapping[str, Stored], model: nn.Module) -> dict[str, list[str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from streamer.model.options import Dtype, Folders, dtype_of, folders_of
 from streamer.model.units import DTYPES
 from streamer.model.wrap import wrap
 from streamer.pretrained.architecture import ModelClass, build, is_quantized
-from streamer.pretrained.files import Stored, places, stored_tensors
+from streamer.pretrained.files import Stored, stored_tensors
 from streamer.pretrained.match import Tensors
 from streamer.pretrained.quantize import quantize_weights, take_quantized
 from streamer.pretrained.quantized_files import (
@@ -168,8 +167,7 @@ def _with_files(disk: bool | Folders | Disks, model: nn.Module, tensors: Tensors
             "adapt=, leave quantize= out, or set disk= to a folder, where weights and the optimizer's state "
             "can be written"
         )
-    there = places(chain.from_iterable(frozen.values()))
-    stored = {name: [there[piece.name] for piece in pieces] for name, pieces in frozen.items()}
+    stored = {name: [piece.place for piece in pieces] for name, pieces in frozen.items()}
     if isinstance(disk, Disks):
         return disk.with_stored(stored)
     return Disks([] if isinstance(disk, bool) else folders_of(disk), stored=stored)

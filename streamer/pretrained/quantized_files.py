@@ -182,7 +182,8 @@ def _four_bits(
     except (KeyError, ValueError, AttributeError) as error:
         raise CheckpointError(f"'{weight}' is not whole in its file ({error!r})") from error
     offsets = (float(options.pop("nested_offset", 0.0)),)
-    return FourBits(weight, found[weight].file, dtype, shape, parts, options, offsets, compute)
+    codes = found[weight]
+    return FourBits(weight, codes.file, dtype, shape, codes.offset, parts, options, offsets, compute)
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,7 @@ def _blocks(scale: Stored, codes: Stored, block: Sequence[int], usual: torch.dty
             f"{list(block)}, which do not divide it: dequantize the model first"
         )
     parts = {"qdata": [codes], "scale": [scale]}
-    return BlockFloats(codes.name, codes.file, usual, codes.shape, parts, tuple(block))
+    return BlockFloats(codes.name, codes.file, usual, codes.shape, codes.offset, parts, tuple(block))
 
 
 @dataclass(frozen=True)
@@ -310,7 +311,7 @@ def _take_tensors_of_torchao(found: dict[str, Stored], file: Path) -> None:
         if absent := [key for key in keys.values() if key not in found]:
             raise CheckpointError(f"'{name}' is not whole in its file: {absent[0]} is missing")
         parts = {part: [found.pop(key)] for part, key in keys.items()}
-        whole = _OfTorchao(name, file, torch.float32, (), parts, keys, metadata[name])
+        whole = _OfTorchao(name, file, torch.float32, (), 0, parts, keys, metadata[name])
         values = whole.quantized("meta", torch.float32)
         found[name] = replace(whole, dtype=values.dtype, shape=tuple(values.shape))
 
