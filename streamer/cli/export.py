@@ -26,9 +26,9 @@ from streamer.cli.config import Config, ConfigError, load_config
 from streamer.errors import CheckpointError, amount, shortened
 from streamer.model.options import parse_bytes
 from streamer.model.units import kept_dtype
-from streamer.pretrained.architecture import is_quantized
+from streamer.pretrained.architecture import folder_of, is_quantized
 from streamer.pretrained.files import INDEX, SINGLE, Stored, stored_tensors, tensors_of
-from streamer.pretrained.match import Tensors
+from streamer.pretrained.match import Tensors, names_of
 from streamer.pretrained.quantized_files import with_quantized
 
 #: Files of a tokenizer, and of a model besides its weights and its config.
@@ -133,9 +133,8 @@ def _write_adapters(model: Any, values: Mapping[str, torch.Tensor], config: Conf
 def _copy_tokenizer(config: Config, folder: Path) -> None:
     """Copy the tokenizer and the licence of a pretrained model."""
     if config.model.path is not None:
-        source = Path(config.model.path)
         for pattern in COPIED:
-            for path in (source if source.is_dir() else source.parent).glob(pattern):
+            for path in folder_of(Path(config.model.path)).glob(pattern):
                 shutil.copyfile(path, folder / path.name)
 
 
@@ -181,20 +180,15 @@ def _config(checkpoint: Path) -> Config:
 
 def _names(checkpoint: Path, stored: Mapping[str, Stored], model: nn.Module) -> dict[str, list[str]]:
     """All names of a tensor in the model's ``state_dict()``, by its name in the checkpoint."""
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    tensors |= dict(model.named_buffers(remove_duplicate=False))
-    differing = [
-        name
-        for name, item in stored.items()
-        if name not in tensors or tuple(tensors[name].shape) != item.shape
-    ]
-    there = {id(tensors[name]): name for name in stored if name in tensors}
+    shapes = {name: tensor.shape for name, tensor in model.named_parameters(remove_duplicate=False)}
+    shapes |= {name: tensor.shape for name, tensor in model.named_buffers(remove_duplicate=False)}
+    differing = [name for name, item in stored.items() if shapes.get(name) != item.shape]
     names: dict[str, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in there:
-            names.setdefault(there[id(tensor)], []).append(name)
+    for own in names_of(model).values():
+        if there := next((name for name in own if name in stored), None):
+            names[there] = own
         else:
-            differing.append(name)
+            differing += own
     if differing:
         raise CheckpointError(
             f"{checkpoint} is not of its run's model; these tensors differ: {shortened(differing)}"
@@ -273,9 +267,7 @@ def _merged(config: Config, stored: Mapping[str, Stored], dtype: torch.dtype) ->
     ]
     found = stored_tensors(base)
     sources = Tensors(model, with_quantized(base, found, model.config) if is_quantized(model) else found, ())
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(name)
+    names = {param: own for param, own in names_of(model).items() if isinstance(param, nn.Parameter)}
     if absent := [own[0] for param, own in names.items() if sources.source(param) is None]:
         raise CheckpointError(f"{base} is not of the run's model; missing: {shortened(absent)}")
     layers: dict[Any, tuple[str, Any]] = {

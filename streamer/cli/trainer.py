@@ -40,6 +40,7 @@ from streamer.cli.run import (
     failed,
     model_line,
     seconds_of,
+    silent,
     write_end,
 )
 from streamer.config_values import nearest
@@ -100,7 +101,7 @@ def train_folder(config: Config, *, resume: str | None = None) -> None:
     steps = max(0, args.max_steps)
     config = with_keys(config, train={"max_steps": steps, **{name: getattr(args, name) for name in sizes}})
     out, is_first = Path(str(args.output_dir)), args.process_index == 0
-    say = print if is_first else _silent
+    say = print if is_first else silent
     checkpoint = _checkpoint_to_resume(out, resume)
     check_data(config)
     tokenizer = load_tokenizer(str(config.model.path))
@@ -194,10 +195,6 @@ def _optimizer(config: Config, args: Any) -> dict[str, Any]:
     names = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
     config = with_keys(config, train={name: getattr(args, name) for name in names})
     return {"optimizer_cls_and_kwargs": optimizer_of(config)}
-
-
-def _silent(*_: object) -> None:
-    pass
 
 
 def _callback(name: str, options: dict[str, Any]) -> Any:

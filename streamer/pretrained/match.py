@@ -60,7 +60,7 @@ class Tensors:
         patterns = compiled([ignored] if isinstance(ignored, str) else ignored, "ignore")
         wanted = {name: it for name, it in stored.items() if not any(rule.search(name) for rule in patterns)}
         self._model = model
-        self._names = _names(model)
+        self._names = names_of(model)
         here = {name: tensor for tensor, aliases in self._names.items() for name in aliases}
         of_transformers = of_library(model)
         self._by_name, unexpected = (_by_rules if of_transformers else _by_name)(model, wanted, here)
@@ -186,7 +186,7 @@ def compiled(patterns: Sequence[str], argument: str) -> list[re.Pattern[str]]:
         raise ValueError(f"{argument}={patterns!r}: use regular expressions ({error})") from error
 
 
-def _names(model: nn.Module) -> dict[torch.Tensor, list[str]]:
+def names_of(model: nn.Module) -> dict[torch.Tensor, list[str]]:
     """The parameters and persistent buffers, with all their names, those of ``state_dict`` first."""
     known = {*model.parameters(), *model.buffers()}
     named = [
