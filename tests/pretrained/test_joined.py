@@ -1,4 +1,4 @@
-"""Tensors that are others put one after the other, beside what PyTorch makes of their values."""
+"""Tensors that are concatenations of others, compared with PyTorch's results for their values."""
 
 from __future__ import annotations
 
