@@ -8,7 +8,6 @@ before the next one is read.
 
 from __future__ import annotations
 
-import abc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,20 +19,13 @@ import torch
 from torch import nn
 
 from streamer.errors import shortened, warn
-from streamer.pretrained.architecture import kept_in_fp32, of_library, transformers_library
+from streamer.pretrained.architecture import kept_in_fp32, of_library
 from streamer.pretrained.files import Stored
 from streamer.pretrained.match import Source, Tensors, compiled
-from streamer.pretrained.quantized_files import (
-    MOST_VALUES,
-    BlockFloats,
-    FourBits,
-    StoredQuantized,
-    need,
-    stored_quantized,
-    weight_in_4_bits,
-)
-from streamer.pretrained.stacks import dequantize_in_forward, stacks_in
+from streamer.pretrained.quantized_files import BlockFloats, FourBits, StoredQuantized, stored_quantized
+from streamer.quantized.experts import dequantize_in_forward, stacks_in
 from streamer.quantized.parts import shape_of
+from streamer.quantized.schemes import META, SCHEMES, Scheme, need
 
 #: Layers by path.
 Layers = Sequence[tuple[str, nn.Module]]
@@ -41,82 +33,6 @@ Layers = Sequence[tuple[str, nn.Module]]
 Place = tuple[Any, str]
 #: A quantized weight on a device; on the meta device without values.
 Quantized = Callable[[torch.device], nn.Parameter]
-
-META = torch.device("meta")
-
-
-class Scheme(abc.ABC):
-    """A way to quantize weights."""
-
-    #: the library of the scheme
-    library: str
-    #: the fewest values in a weight that it cannot handle, None if there is no limit
-    most_values: int | None = None
-
-    @abc.abstractmethod
-    def of(self, values: torch.Tensor) -> nn.Parameter:
-        """The quantized weight of ``values`` (a matrix, [out, in], or a stack of matrices), on their device,
-        which may be meta."""
-
-    @abc.abstractmethod
-    def config(self, left: Sequence[str], dtype: torch.dtype) -> Any:
-        """The quantization config of transformers for a model; modules of these names are ``left`` out."""
-
-
-class _Int8(Scheme):
-    """A scale for each row, symmetric: torchao's Int8WeightOnlyConfig."""
-
-    library = "torchao"
-
-    def of(self, values: torch.Tensor) -> nn.Parameter:
-        quantization = import_module("torchao.quantization")
-        holder = nn.Linear(values.shape[1], values.shape[0], bias=False, device=META)
-        holder.weight = nn.Parameter(values, requires_grad=False)
-        quantization.quantize_(holder, quantization.Int8WeightOnlyConfig())
-        holder.weight.requires_grad_(False)
-        return holder.weight
-
-    def config(self, left: Sequence[str], dtype: torch.dtype) -> Any:
-        kind = import_module("torchao.quantization").Int8WeightOnlyConfig()
-        return transformers_library().TorchAoConfig(kind, modules_to_not_convert=[*left])
-
-
-class _NF4(Scheme):
-    """Four-bit normal floats in blocks of 64, with quantized scales (Dettmers et al., "QLoRA", 2023,
-    arXiv:2305.14314): the Params4bit of bitsandbytes."""
-
-    library, most_values = "bitsandbytes", MOST_VALUES
-
-    def of(self, values: torch.Tensor) -> nn.Parameter:
-        if not values.is_meta:
-            kind = import_module("bitsandbytes").nn.Params4bit
-            weight: nn.Parameter = kind(values, blocksize=64, quant_type="nf4").to(values.device)
-            return weight
-        # bitsandbytes itself reads the scales, to compute their mean
-        scales = -(-values.numel() // 64)
-        parts = {
-            "codes": torch.empty(-(-values.numel() // 2), 1, dtype=torch.uint8, device=META),
-            "absmax": torch.empty(scales, dtype=torch.uint8, device=META),
-            "quant_map": torch.empty(16, device=META),
-            "nested_absmax": torch.empty(-(-scales // 256), device=META),
-            "nested_quant_map": torch.empty(256, device=META),
-            "offset": torch.empty((), device=META),
-        }
-        options = {"quant_type": "nf4", "blocksize": 64, "nested_blocksize": 256, "nested_dtype": "float32"}
-        return weight_in_4_bits(parts, options, values.shape, values.dtype)
-
-    def config(self, left: Sequence[str], dtype: torch.dtype) -> Any:
-        return transformers_library().BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-            llm_int8_skip_modules=[*left],
-        )
-
-
-#: By the value of ``quantize=``.
-SCHEMES: dict[str, type[Scheme]] = {"int8": _Int8, "nf4": _NF4}
 
 
 def quantize_weights(

@@ -20,6 +20,7 @@ from streamer.errors import CheckpointError
 from streamer.pretrained.files import Stored, read_all
 from streamer.pretrained.match import Source, commonest
 from streamer.quantized.bitsandbytes_private import values_of_4_bits
+from streamer.quantized.schemes import MOST_VALUES, need, weight_in_4_bits
 
 #: The suffix that bitsandbytes adds to a weight's name for its quantization options, in JSON.
 _STATE = ".quant_state.bitsandbytes__"
@@ -29,8 +30,6 @@ _BLOCK_SCALES = "_scale_inv"
 _SCALES, _NESTED = ("absmax", "quant_map"), ("nested_absmax", "nested_quant_map")
 #: Suffixes of the names of tensors that belong to a quantized weight.
 _SUFFIXES = (*(f".{name}" for name in (*_SCALES, *_NESTED)), _BLOCK_SCALES)
-#: The kernels of bitsandbytes take the number of values as a 32-bit integer.
-MOST_VALUES = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -130,16 +129,6 @@ def usual_dtype(stored: Mapping[str, Stored]) -> torch.dtype | None:
     )
 
 
-def need(library: str) -> None:
-    """Raise ValueError, with the command that installs it, if ``library`` is absent."""
-    try:
-        import_module(library)
-    except ImportError as error:
-        raise ValueError(
-            f"quantized weights need {library}: pip install 'layer-streamer[quantize]' ({error})"
-        ) from error
-
-
 def _read(pieces: Sequence[Stored], shape: Sequence[int], device: torch.device | str) -> torch.Tensor:
     """A tensor of ``shape`` on ``device``, whose elements are those of ``pieces``, one after the other."""
     if len(pieces) == 1 and torch.device(device).type != "meta":
@@ -226,41 +215,6 @@ class FourBits(StoredQuantized):
             return f"bitsandbytes dequantizes fewer than {MOST_VALUES} values at once"
         offsets = tuple(offset for it in matrices for offset in it.offsets)
         return replace(self, shape=shape, parts=_joined(matrices), offsets=offsets)
-
-
-def weight_in_4_bits(
-    parts: Mapping[str, torch.Tensor], options: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype
-) -> nn.Parameter:
-    """A weight of bitsandbytes, of values of ``shape`` and ``dtype``, from its parts by name."""
-    bnb, scales = import_module("bitsandbytes"), None
-    if "nested_blocksize" in options:
-        scales = bnb.functional.QuantState(
-            absmax=parts["nested_absmax"],
-            blocksize=options["nested_blocksize"],
-            code=parts["nested_quant_map"],
-            dtype=getattr(torch, options["nested_dtype"]),
-        )
-    state = bnb.functional.QuantState(
-        absmax=parts["absmax"],
-        shape=torch.Size(shape),
-        code=parts["quant_map"],
-        blocksize=options["blocksize"],
-        quant_type=options["quant_type"],
-        dtype=dtype,
-        offset=parts.get("offset"),
-        state2=scales,
-    )
-    weight: nn.Parameter = bnb.nn.Params4bit(
-        parts["codes"],
-        requires_grad=False,
-        quant_state=state,
-        blocksize=state.blocksize,
-        compress_statistics=state.nested,
-        quant_type=state.quant_type,
-        quant_storage=parts["codes"].dtype,
-        bnb_quantized=True,
-    )
-    return weight
 
 
 # 8 bits

@@ -29,7 +29,8 @@ from transformers import (
 
 import streamer
 from streamer.engine.handle import wrapped
-from streamer.pretrained.quantize import SCHEMES, quantize_weights
+from streamer.pretrained.quantize import quantize_weights
+from streamer.quantized.schemes import SCHEMES
 from tests.model_folders import rewritten
 from tests.on_disk import least_of
 from tests.optim.masters import MASTER, master

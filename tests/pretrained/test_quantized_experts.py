@@ -22,7 +22,7 @@ from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
 from streamer.planner.machine import RTX_4090
 from streamer.planner.step import ROUNDING, StepPlan, plan_step
-from streamer.pretrained.quantize import SCHEMES
+from streamer.quantized.schemes import SCHEMES
 from tests.model_folders import rewritten
 from tests.pretrained.experts import (
     ATTENTION,
