@@ -48,8 +48,8 @@ from streamer.engine.handle import wrapped
 from streamer.integrations.transformers import is_complete, last_checkpoint
 from streamer.integrations.trl import PackingError, SFTTrainer
 
-#: Folder of the final weights: those of a model, or only adapters.
-WEIGHTS, ADAPTERS = "model", "adapters"
+#: Folder of the final weights: those of a model, or only adapters; and the file of samples.
+WEIGHTS, ADAPTERS, SAMPLES = "model", "adapters", "samples.jsonl"
 #: Our defaults in place of those of `trl.SFTConfig`. Without ``use_cpu`` accelerate averages nothing over CPU
 #: ranks.
 DEFAULTS: dict[str, Any] = {
@@ -143,6 +143,9 @@ def train_folder(config: Config, *, resume: str | None = None) -> None:
             return
         if is_first:
             out.mkdir(parents=True, exist_ok=True)
+            done = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
+            for name in (METRICS, SAMPLES):
+                Lines(out / name).forget_after(done)
             place = {"path": os.path.abspath(str(config.model.path))}
             (out / CONFIG).write_text(
                 dump_config(with_keys(original, stream=vars(config.stream), model=place))
@@ -284,10 +287,6 @@ class Metrics(transformers.TrainerCallback):
         self.first: Seconds | None = None
         self._before: tuple[float, float] | None = None  # time and tokens at the last log
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.is_world_process_zero:
-            self.lines.forget_after(state.global_step)
-
     def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
         if self.first is None:
             self.first = seconds_of(options["model"])
@@ -315,11 +314,7 @@ class Samples(transformers.TrainerCallback):
     """Writes the model's answers to the prompts of ``[sample]``, every ``every`` steps and at the end."""
 
     def __init__(self, writer: Writer, out: Path) -> None:
-        self.writer, self.lines = writer, Lines(out / "samples.jsonl")
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.is_world_process_zero:
-            self.lines.forget_after(state.global_step)
+        self.writer, self.lines = writer, Lines(out / SAMPLES)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         every = self.writer.options.every
