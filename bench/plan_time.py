@@ -31,7 +31,7 @@ from streamer.backends.base import Backend, Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.backends.virtual import VirtualBackend
 from streamer.cli.calibrate.command import machine_of, print_table, sizes_of
-from streamer.cli.calibrate.measure import Found, Measurements, add
+from streamer.cli.calibrate.measure import Found, Measurements
 from streamer.engine.handle import wrapped
 from streamer.planner.machine import Machine
 from streamer.planner.step import Prediction, predict_step
@@ -143,7 +143,8 @@ def measure(rounds: int, steps: int) -> tuple[Machine, dict[str, list[Block]], F
     for model, step in loops.values():
         block(model, step, 1)
     for _ in range(rounds):
-        add(found, measurements.round())
+        for name, value in measurements.round().items():
+            found.setdefault(name, []).append(value)
         for name in order.sample(list(loops), len(loops)):
             blocks[name].append(block(*loops[name], steps))
     machine = machine_of(found, backend)

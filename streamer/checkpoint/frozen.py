@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-
 from streamer.checkpoint.tensors import DTYPES, bytes_of
 from streamer.store.layout import Slice
 from streamer.store.shard import HostShard
@@ -28,18 +26,14 @@ class LeftOut:
     crc32: int
 
     @staticmethod
-    def of(values: torch.Tensor) -> LeftOut:
-        """The entry of a parameter with these values, on the CPU."""
-        return LeftOut(DTYPES[values.dtype], tuple(values.shape), zlib.crc32(bytes_of(values)))
-
-    @staticmethod
     def held(slice: Slice, shard: HostShard) -> LeftOut:
         """The entry of a frozen parameter of ``shard``, which is read as a whole; read only once if it is in
         the user's file, which does not change."""
         on_disk = shard.weights_on_disk
         known = _IN_FILES.setdefault(on_disk, {}) if on_disk.is_stored(slice) else {}
         if slice not in known:
-            known[slice] = LeftOut.of(shard.weight_of(slice))
+            values = shard.weight_of(slice)
+            known[slice] = LeftOut(DTYPES[values.dtype], tuple(values.shape), zlib.crc32(bytes_of(values)))
         return known[slice]
 
     @staticmethod

@@ -80,13 +80,16 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
             random = files.decoded(values["random"])
             of_ranks = [files.decoded(states) for states in values.get(RANDOM_OF_RANKS, ())]
             loaded = Loaded(manifest.step, files.decoded(values["extra"]))
-            load_optimizer = _optimizer_loader(files, optimizer)
+            state = _optimizer_state(files, optimizer)
         opened.enter_context(ranks.together(f"loading '{path}'"))
         executor.wait_for_saving()
         # the loaded state repairs a step that has failed (on a disk, say)
         executor.forget_failures()
         executor.synchronize()
-        load_optimizer()
+        if isinstance(optimizer, AdamW):
+            _load_adamw(files, optimizer, state)
+        elif optimizer is not None:
+            optimizer.load_state_dict(state)
         with ranks.together(f"loading weights from '{path}'"):
             if ranks.is_first_of_machine:
                 _load_weights(files, executor)
@@ -240,11 +243,12 @@ def _unlike(there: Mapping[str, object], here: Mapping[str, object]) -> list[str
     ]
 
 
-def _optimizer_loader(files: _Files, optimizer: torch.optim.Optimizer | None) -> Callable[[], None]:
-    """A function that loads the optimizer's state. Raises CheckpointError, naming the difference, unless the
-    checkpoint has the state of such an optimizer; other errors for values that are not a checkpoint's."""
+def _optimizer_state(files: _Files, optimizer: torch.optim.Optimizer | None) -> Any:
+    """The decoded state of the optimizer; for `AdamW` the options of its groups, since its moments are read
+    one parameter at a time. Raises CheckpointError, naming the difference, unless the checkpoint has the
+    state of such an optimizer; other errors for values that are not a checkpoint's."""
     if optimizer is None:
-        return lambda: None
+        return None
     saved = files.values["optimizer"]
     # the manifest has no module of the class, and PyTorch has an AdamW too
     there = f"streamer.{saved['class']}" if "groups" in saved else saved["class"]
@@ -253,45 +257,39 @@ def _optimizer_loader(files: _Files, optimizer: torch.optim.Optimizer | None) ->
         raise CheckpointError(
             f"{files.path} holds the state of {there}, and this is {here}: pass load that kind, or None"
         )
-    if isinstance(optimizer, AdamW):
-        return _adamw_loader(files, optimizer)
-    state = files.decoded(saved["state"])
-    groups = [len(group["params"]) for group in state["param_groups"]]
-    mine = [len(group["params"]) for group in optimizer.param_groups]
-    if groups != mine:
+    mine: list[Any] = [group["params"] for group in optimizer.param_groups]
+    sizes = [len(group) for group in mine]
+    if not isinstance(optimizer, AdamW):
+        state = files.decoded(saved["state"])
+        if (groups := [len(group["params"]) for group in state["param_groups"]]) != sizes:
+            raise CheckpointError(
+                f"{files.path} was saved with groups of {groups} parameters, and this optimizer has groups "
+                f"of {sizes}: create it with the same groups"
+            )
+        return state
+    names = [group["params"] for group in saved["groups"]]
+    mine = [[require_home(param).slice.param.name for param in group] for group in mine]
+    if differing := _unlike(_groups(names), _groups(mine)):
         raise CheckpointError(
-            f"{files.path} was saved with groups of {groups} parameters, and this optimizer has groups of "
-            f"{mine}: create it with the same groups"
-        )
-    return partial(optimizer.load_state_dict, state)
-
-
-def _adamw_loader(files: _Files, optimizer: AdamW) -> Callable[[], None]:
-    saved = files.values["optimizer"]
-    groups = [group["params"] for group in saved["groups"]]
-    mine = [[require_home(p).slice.param.name for p in group["params"]] for group in optimizer.param_groups]
-    if differing := _unlike(_groups(groups), _groups(mine)):
-        raise CheckpointError(
-            f"{files.path} was saved with groups of {[len(group) for group in groups]} parameters, and this "
-            f"optimizer has groups of {[len(group) for group in mine]}; create it with the same groups. "
+            f"{files.path} was saved with groups of {[len(group) for group in names]} parameters, and this "
+            f"optimizer has groups of {sizes}; create it with the same groups. "
             f"These differ: {shortened(differing)}"
         )
-    options = [files.decoded(group["options"]) for group in saved["groups"]]
-    held_in = parse_state_dtype(saved["state_dtype"])
-    if held_in != optimizer.state_dtype:
+    if (held_in := parse_state_dtype(saved["state_dtype"])) != optimizer.state_dtype:
         warn(
             f"the moments were held in {held_in} and are converted to {optimizer.state_dtype}: the run does "
             "not continue bitwise"
         )
-    return partial(_load_adamw, files, optimizer, options, held_in)
+    return [files.decoded(group["options"]) for group in saved["groups"]]
 
 
 def _groups(names: Sequence[Sequence[str]]) -> dict[str, object]:
     return {name: f"group {number}" for number, group in enumerate(names) for name in group}
 
 
-def _load_adamw(files: _Files, optimizer: AdamW, options: list[dict[str, Any]], held_in: torch.dtype) -> None:
-    steps = files.values["optimizer"]["steps"]
+def _load_adamw(files: _Files, optimizer: AdamW, options: Sequence[dict[str, Any]]) -> None:
+    saved = files.values["optimizer"]
+    steps, held_in = saved["steps"], parse_state_dtype(saved["state_dtype"])
 
     def values_of(name: str) -> dict[str, Any] | None:
         if name not in steps:
@@ -303,12 +301,12 @@ def _load_adamw(files: _Files, optimizer: AdamW, options: list[dict[str, Any]], 
         group.update(options_there)
     homes = {param: require_home(param) for group in optimizer.param_groups for param in group["params"]}
     # a generator: converted moments are in memory for one parameter at a time
-    saved = (
+    states = (
         (param, home, values_of(home.slice.param.name))
         for param, home in homes.items()
         if home.slice.param.trainable
     )
-    optimizer.restart(load_moments(saved, optimizer.state_dtype))
+    optimizer.restart(load_moments(states, optimizer.state_dtype))
 
 
 def _load_weights(files: _Files, executor: Executor) -> None:

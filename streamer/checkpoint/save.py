@@ -98,107 +98,201 @@ def save(
     executor = wrapped(model).executor
     ranks = executor.ranks
     random_of_ranks = ranks.exchange(f"saving step {step} to '{path}'", random_states())
-    content_now = partial(
-        _content, model, optimizer, executor, dict(extra or {}), random_of_ranks, frozen=frozen
+    checkpoint = _Checkpoint(
+        model, optimizer, executor, Path(path), step, dict(extra or {}), random_of_ranks, frozen
     )
     # state on disk would be read into memory to be written later
     block = block or OPTIMIZER_STATE in executor.disk_bytes()
     # each rank has the state of some parameters of an optimizer of PyTorch
     gathers = executor.store.is_divided or not isinstance(optimizer, AdamW | None)
-    done: Future[None] = Future()
     if block or (gathers and not ranks.is_alone):
-        _save_together(executor, ranks, Path(path), step, content_now)
-        done.set_result(None)
-        return done
-    with ranks.together("writing a checkpoint"):
-        if ranks.is_first:
-            return _save_in_background(executor, Path(path), step, content_now)
+        checkpoint.write_together()
+    else:
+        with ranks.together("writing a checkpoint"):
+            if ranks.is_first:
+                return checkpoint.write_in_background()
+    done: Future[None] = Future()
     done.set_result(None)
     return done
 
 
-def _save_in_background(
-    executor: Executor, path: Path, step: int, content_now: Callable[[], _Content]
-) -> Future[None]:
-    """Write a checkpoint in a thread. An update copies its unit first, or waits until it is written."""
-    _settle_saving(executor)
-    content = content_now()
-    for pieces in content.files.values():  # these are in no shard, and may change before they are written
-        pieces[:] = [Piece.of(piece.name, piece.read().clone()) for piece in pieces]
-    units = {unit.index: unit for unit in (*executor.units, executor.root)}
-    shards = {index: executor.shard(unit) for index, unit in units.items()}
-    # a copy would bring state on disk back into memory: updates of those units wait until they are read
-    most_copies = 0 if any(shard.uses_disk for shard in shards.values()) else MOST_COPIES
-    handover: Handover[int, HostShard] = Handover(shards, most_copies=most_copies)
+Files = dict[str, list[Piece]]
 
-    def write() -> None:
-        try:
-            with new_folder(path, nbytes=content.nbytes()) as folder:
-                with content.flushing:
-                    handover.read_all(
-                        lambda index, copy: content.write_unit(
-                            folder, units[index], copy or shards[index], on_host=False
+
+@dataclass
+class _Checkpoint:
+    """A checkpoint that is being written: the arguments of `save`, and what `collect` finds."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    executor: Executor
+    path: Path
+    step: int
+    extra: dict[str, Any]
+    random_of_ranks: Sequence[dict[str, Any]]
+    #: whether frozen parameters are written too
+    frozen: bool
+    #: the manifest's values
+    values: dict[str, Any] = field(default_factory=dict)
+    #: all tensors that are in no shard: gradients, buffers, and those among the values
+    files: Files = field(default_factory=dict)
+    #: the parameters that have moments, by the unit's index, and the dtype of their moments
+    moments: dict[int, list[Slice]] = field(default_factory=dict)
+    state_dtype: torch.dtype = torch.float32
+    entries: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    flushing: Flushing = field(default_factory=Flushing)
+
+    def write_in_background(self) -> Future[None]:
+        """Write it in a thread. An update copies its unit first, or waits until it is written."""
+        self.collect()
+        for pieces in self.files.values():  # these are in no shard, and may change before they are written
+            pieces[:] = [Piece.of(piece.name, piece.read().clone()) for piece in pieces]
+        units = {unit.index: unit for unit in self.units}
+        shards = {index: self.executor.shard(unit) for index, unit in units.items()}
+        # a copy would bring state on disk back into memory: updates of those units wait until they are read
+        most_copies = 0 if any(shard.uses_disk for shard in shards.values()) else MOST_COPIES
+        handover: Handover[int, HostShard] = Handover(shards, most_copies=most_copies)
+
+        def write() -> None:
+            try:
+                with new_folder(self.path, nbytes=self.nbytes()) as folder:
+                    with self.flushing:
+                        handover.read_all(
+                            lambda index, copy: self.write_unit(
+                                folder, units[index], copy or shards[index], on_host=False
+                            )
                         )
-                    )
-                    content.write(folder, content.files)
-                content.manifest(step).write(folder)
-        finally:
-            handover.read_all(lambda *_: None)  # if creating the folder failed, updates must not wait forever
-            for shard in shards.values():
-                shard.before_change = None
+                        self.write(folder, self.files)
+                    self.write_manifest(folder)
+            finally:
+                handover.read_all(lambda *_: None)  # after an error updates must not wait forever
+                for shard in shards.values():
+                    shard.before_change = None
 
-    for index, shard in shards.items():
-        shard.before_change = partial(handover.before_change, index, shard.copy)
-    executor.saving = in_background(write, "streamer-save")
-    return executor.saving
+        for index, shard in shards.items():
+            shard.before_change = partial(handover.before_change, index, shard.copy)
+        self.executor.saving = in_background(write, "streamer-save")
+        return self.executor.saving
 
+    def write_together(self) -> None:
+        """Write it: each rank writes some units, and the first one the rest. State that machines divide is
+        gathered for the rank that writes it."""
+        ranks = self.executor.ranks
+        with _writing(ranks, "beginning a checkpoint"):
+            self.collect()
+        purposes = (*MASTERING, *MOMENTS[self.state_dtype])
+        writer_of = _dealt(self.units, ranks.size)
+        with ExitStack() as opened:
+            folder = ranks.on_first(
+                "beginning a checkpoint",
+                lambda: opened.enter_context(new_folder(self.path, nbytes=self.nbytes())).absolute(),
+            )
+            try:
+                with _writing(ranks, "finding the folder of a checkpoint"):
+                    if not folder.is_dir():
+                        words = "all machines must share this folder"
+                        raise FileNotFoundError(errno.ENOENT, words, str(self.path))
+                with (
+                    _writing(ranks, "writing a checkpoint"),
+                    self.flushing,
+                    ThreadPoolExecutor(1) as pool,
+                ):
+                    writing = [pool.submit(self.write, folder, self.files)] if ranks.is_first else []
+                    for unit in self.units:
+                        writer = writer_of[unit.index]
+                        whole = self.executor.whole_shard(unit, purposes, to=writer)
+                        if writer == ranks.rank:
+                            wait(writing)  # one is written while the next is gathered
+                            writing.append(pool.submit(self.write_unit, folder, unit, whole))
+                    for written in writing:
+                        written.result()
+                listed = (self.entries, self.values[FROZEN])
+                for entries, frozen_there in ranks.exchange("listing the files of a checkpoint", listed):
+                    self.entries |= entries
+                    self.values[FROZEN] |= frozen_there
+                with _writing(ranks, "writing the manifest of a checkpoint"):
+                    if ranks.is_first:
+                        self.write_manifest(folder)
+                        opened.close()
+            except BaseException:
+                # the last one to end leaves nothing, even if the first rank was killed
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
 
-def _save_together(
-    executor: Executor, ranks: Ranks, path: Path, step: int, content_now: Callable[[], _Content]
-) -> None:
-    """Write a checkpoint: each rank writes some units, and the first one the rest. State that machines divide
-    is gathered for the rank that writes it."""
-    units = [*executor.units, executor.root]
-    with _writing(ranks, "beginning a checkpoint"):
-        _settle_saving(executor)
-        content = content_now()
-    purposes = (*MASTERING, *MOMENTS[content.state_dtype])
-    writer_of = _dealt(units, ranks.size)
-    with ExitStack() as opened:
-        folder = ranks.on_first(
-            "beginning a checkpoint",
-            lambda: opened.enter_context(new_folder(path, nbytes=content.nbytes())).absolute(),
-        )
-        try:
-            with _writing(ranks, "finding the folder of a checkpoint"):
-                if not folder.is_dir():
-                    raise FileNotFoundError(errno.ENOENT, "all machines must share this folder", str(path))
-            with (
-                _writing(ranks, "writing a checkpoint"),
-                content.flushing,
-                ThreadPoolExecutor(1) as pool,
-            ):
-                writing = [pool.submit(content.write, folder, content.files)] if ranks.is_first else []
-                for unit in units:
-                    writer = writer_of[unit.index]
-                    whole = executor.whole_shard(unit, purposes, to=writer)
-                    if writer == ranks.rank:
-                        wait(writing)  # one is written while the next is gathered
-                        writing.append(pool.submit(content.write_unit, folder, unit, whole))
-                for written in writing:
-                    written.result()
-            listed = (content.entries, content.values[FROZEN])
-            for entries, frozen_there in ranks.exchange("listing the files of a checkpoint", listed):
-                content.entries |= entries
-                content.values[FROZEN] |= frozen_there
-            with _writing(ranks, "writing the manifest of a checkpoint"):
-                if ranks.is_first:
-                    content.manifest(step).write(folder)
-                    opened.close()
-        except BaseException:
-            # the last one to end leaves nothing, even if the first rank was killed
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """All units, the root last."""
+        return *self.executor.units, self.executor.root
+
+    def collect(self) -> None:
+        """Find what the checkpoint holds now, after the one that is being written and all updates are done.
+        Raises the error of that one unless the caller has read it, and ValueError for values that cannot be
+        saved."""
+        executor, optimizer = self.executor, self.optimizer
+        executor.wait_for_saving()
+        if executor.saving is not None and not executor.saving.is_awaited:
+            executor.saving.result()
+        if isinstance(optimizer, AdamW):
+            check_owns(optimizer, executor)
+            self.state_dtype = optimizer.state_dtype
+        executor.synchronize()
+        _check_registered(self.model, self.units)
+        rest: list[Piece] = []
+        put = partial(_put, rest)
+        self.values = {
+            "model": {
+                "units": [unit.name for unit in self.units],
+                "gradient_scale": encode(executor.gradients.factor, put),
+                "skipped_steps": executor.skipped_steps,
+            },
+            "optimizer": _optimizer(optimizer, self.moments, put),
+            "random": encode(self.random_of_ranks[0], put),
+            RANDOM_OF_RANKS: [encode(states, put) for states in self.random_of_ranks[1:]],
+            "extra": encode(self.extra, put),
+            FROZEN: {},
+            IN_PARTS: in_parts(executor),
+        }
+        files = {file_name(GRADIENTS, unit): _gradients(unit) for unit in self.units}
+        buffers = stored_buffers(self.model)
+        files[file_name(BUFFERS)] = [Piece.of(name, buffer) for name, buffer in buffers.items()]
+        files[file_name(VALUES)] = rest
+        self.files = {name: pieces for name, pieces in files.items() if pieces}
+
+    def nbytes(self) -> int:
+        """Bytes of all files, with an upper bound for headers and the manifest."""
+        of_units = [self.of_unit(unit, self.executor.shard(unit), on_host=True) for unit in self.units]
+        pieces = [piece for files in (*of_units, self.files) for each in files.values() for piece in each]
+        return MARGIN_BYTES + sum(piece.nbytes + NAMED_BYTES for piece in pieces)
+
+    def of_unit(self, unit: Unit, shard: HostShard, *, on_host: bool) -> Files:
+        """A unit's files from ``shard``, its own or a copy; kernels run if ``on_host``, on the HOST lane."""
+        backend = self.executor.backend if on_host else None
+        written = (slice for slice in unit.layout.slices if self.frozen or slice.param.trainable)
+        files = {
+            file_name(WEIGHTS, unit): [_weight(slice, shard, backend) for slice in written],
+            file_name(OPTIMIZER, unit): [
+                _moment(slice, purpose, shard)
+                for slice in self.moments.get(unit.index, ())
+                for purpose in MOMENTS[self.state_dtype]
+            ],
+        }
+        return {name: pieces for name, pieces in files.items() if pieces}
+
+    def write_unit(self, folder: Path, unit: Unit, shard: HostShard, *, on_host: bool = True) -> None:
+        """Write a unit's files, and add its parameters that are left out to the manifest."""
+        self.write(folder, self.of_unit(unit, shard, on_host=on_host))
+        for slice in unit.layout.slices:
+            if not (self.frozen or slice.param.trainable):
+                self.values[FROZEN][slice.param.name] = asdict(LeftOut.held(slice, shard))
+
+    def write(self, folder: Path, files: Files) -> None:
+        for name, pieces in files.items():
+            self.entries[name] = write_tensors(folder / name, pieces, flushing=self.flushing)
+
+    def write_manifest(self, folder: Path) -> None:
+        """Write the manifest, after all files."""
+        written_by = {"streamer": __version__, "torch": torch.__version__}
+        Manifest(self.step, self.entries, self.values, written_by).write(folder)
 
 
 @contextmanager
@@ -229,109 +323,6 @@ def _dealt(units: Sequence[Unit], ranks: int) -> dict[int, int]:
         found[unit.index] = nbytes.index(min(nbytes))
         nbytes[found[unit.index]] += unit.layout.nbytes
     return found
-
-
-def _settle_saving(executor: Executor) -> None:
-    """Wait for the checkpoint that is being written, if any, and raise its error unless the caller has read
-    it."""
-    executor.wait_for_saving()
-    if executor.saving is not None and not executor.saving.is_awaited:
-        executor.saving.result()
-
-
-Files = dict[str, list[Piece]]
-
-
-@dataclass
-class _Content:
-    """A checkpoint's content besides the shards: ``files`` have gradients, buffers and tensors among the
-    manifest's values. ``moments`` are the parameters that have moments, by the unit's index."""
-
-    executor: Executor
-    files: Files
-    values: dict[str, Any]
-    moments: dict[int, list[Slice]]
-    state_dtype: torch.dtype
-    #: whether frozen parameters are written too
-    frozen: bool
-    entries: dict[str, dict[str, Entry]] = field(default_factory=dict)
-    flushing: Flushing = field(default_factory=Flushing)
-
-    def nbytes(self) -> int:
-        """Bytes of all files, with an upper bound for headers and the manifest."""
-        units = (*self.executor.units, self.executor.root)
-        of_units = [self.of_unit(unit, self.executor.shard(unit), on_host=True) for unit in units]
-        pieces = [piece for files in (*of_units, self.files) for each in files.values() for piece in each]
-        return MARGIN_BYTES + sum(piece.nbytes + NAMED_BYTES for piece in pieces)
-
-    def manifest(self, step: int) -> Manifest:
-        """The manifest of ``step``, once all files are written."""
-        written_by = {"streamer": __version__, "torch": torch.__version__}
-        return Manifest(step, self.entries, self.values, written_by)
-
-    def of_unit(self, unit: Unit, shard: HostShard, *, on_host: bool) -> Files:
-        """A unit's files from ``shard``, its own or a copy; kernels run if ``on_host``, on the HOST lane."""
-        moments = [
-            _moment(slice, purpose, shard)
-            for slice in self.moments.get(unit.index, ())
-            for purpose in MOMENTS[self.state_dtype]
-        ]
-        backend = self.executor.backend if on_host else None
-        written = (slice for slice in unit.layout.slices if self.frozen or slice.param.trainable)
-        weights = [_weight(slice, shard, backend) for slice in written]
-        files = {file_name(WEIGHTS, unit): weights, file_name(OPTIMIZER, unit): moments}
-        return {name: pieces for name, pieces in files.items() if pieces}
-
-    def write_unit(self, folder: Path, unit: Unit, shard: HostShard, *, on_host: bool = True) -> None:
-        """Write a unit's files, and add its parameters that are left out to the manifest."""
-        self.write(folder, self.of_unit(unit, shard, on_host=on_host))
-        for slice in unit.layout.slices:
-            if not (self.frozen or slice.param.trainable):
-                self.values[FROZEN][slice.param.name] = asdict(LeftOut.held(slice, shard))
-
-    def write(self, folder: Path, files: Files) -> None:
-        for name, pieces in files.items():
-            self.entries[name] = write_tensors(folder / name, pieces, flushing=self.flushing)
-
-
-def _content(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    executor: Executor,
-    extra: dict[str, Any],
-    random_of_ranks: Sequence[dict[str, Any]],
-    *,
-    frozen: bool,
-) -> _Content:
-    """The content of a checkpoint now, once all updates are done. Raises ValueError for values that cannot be
-    saved."""
-    if isinstance(optimizer, AdamW):
-        check_owns(optimizer, executor)
-    executor.synchronize()
-    units = (*executor.units, executor.root)
-    _check_registered(model, units)
-    rest: list[Piece] = []
-    put = partial(_put, rest)
-    moments: dict[int, list[Slice]] = {}
-    values = {
-        "model": {
-            "units": [unit.name for unit in units],
-            "gradient_scale": encode(executor.gradients.factor, put),
-            "skipped_steps": executor.skipped_steps,
-        },
-        "optimizer": _optimizer(optimizer, moments, put),
-        "random": encode(random_of_ranks[0], put),
-        RANDOM_OF_RANKS: [encode(states, put) for states in random_of_ranks[1:]],
-        "extra": encode(extra, put),
-        FROZEN: {},
-        IN_PARTS: in_parts(executor),
-    }
-    files = {file_name(GRADIENTS, unit): _gradients(unit) for unit in units}
-    files[file_name(BUFFERS)] = [Piece.of(name, buffer) for name, buffer in stored_buffers(model).items()]
-    files[file_name(VALUES)] = rest
-    files = {name: pieces for name, pieces in files.items() if pieces}
-    state_dtype = optimizer.state_dtype if isinstance(optimizer, AdamW) else torch.float32
-    return _Content(executor, files, values, moments, state_dtype, frozen)
 
 
 def _check_registered(model: nn.Module, units: Sequence[Unit]) -> None:

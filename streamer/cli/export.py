@@ -20,15 +20,15 @@ from torch import nn
 
 from streamer.checkpoint.manifest import NAME, Manifest, new_folder
 from streamer.checkpoint.save import BUFFERS, WEIGHTS
-from streamer.checkpoint.tensors import BY_NAME, Flushing, Piece, write_tensors
+from streamer.checkpoint.tensors import Flushing, Piece, write_tensors
 from streamer.cli.build import add_adapters, dtype_of, refusals, without_values
 from streamer.cli.config import Config, ConfigError, load_config
 from streamer.errors import CheckpointError, amount, shortened
 from streamer.model.options import parse_bytes
 from streamer.model.units import kept_dtype
-from streamer.pretrained.architecture import is_quantized
-from streamer.pretrained.files import INDEX, SINGLE, Stored, stored_tensors
-from streamer.pretrained.match import Tensors
+from streamer.pretrained.architecture import folder_of, is_quantized
+from streamer.pretrained.files import INDEX, SINGLE, Stored, stored_tensors, tensors_of
+from streamer.pretrained.match import Tensors, names_of
 from streamer.pretrained.quantized_files import with_quantized
 
 #: Files of a tokenizer, and of a model besides its weights and its config.
@@ -76,9 +76,12 @@ def export(
         raise ConfigError(f"--merge adds adapters to a model, and the run of {checkpoint} has no [lora]")
     manifest = Manifest.read(checkpoint)
     manifest.check(checkpoint)
-    stored = _stored(checkpoint, manifest)
+    weights = manifest.files_of(WEIGHTS)
+    stored: dict[str, Stored] = {}
+    for file in sorted({*weights.values(), *manifest.files_of(BUFFERS).values()}):
+        stored |= tensors_of(checkpoint / file)
     if config.lora and not merge:
-        values = {name: stored[name].read().to(wanted, copy=True) for name in manifest.files_of(WEIGHTS)}
+        values = {name: stored[name].read().to(wanted, copy=True) for name in weights}
         _write_adapters(model, values, config, to)
         return
     if config.lora:
@@ -130,9 +133,8 @@ def _write_adapters(model: Any, values: Mapping[str, torch.Tensor], config: Conf
 def _copy_tokenizer(config: Config, folder: Path) -> None:
     """Copy the tokenizer and the licence of a pretrained model."""
     if config.model.path is not None:
-        source = Path(config.model.path)
         for pattern in COPIED:
-            for path in (source if source.is_dir() else source.parent).glob(pattern):
+            for path in folder_of(Path(config.model.path)).glob(pattern):
                 shutil.copyfile(path, folder / path.name)
 
 
@@ -176,32 +178,17 @@ def _config(checkpoint: Path) -> Config:
     return config
 
 
-def _stored(checkpoint: Path, manifest: Manifest) -> dict[str, Stored]:
-    """The weights and buffers of the checkpoint."""
-    files = manifest.files_of(WEIGHTS) | manifest.files_of(BUFFERS)
-    entries = {name: manifest.files[file][name] for name, file in files.items()}
-    return {
-        name: Stored(name, checkpoint / files[name], BY_NAME[entry.dtype], entry.shape)
-        for name, entry in entries.items()
-    }
-
-
 def _names(checkpoint: Path, stored: Mapping[str, Stored], model: nn.Module) -> dict[str, list[str]]:
     """All names of a tensor in the model's ``state_dict()``, by its name in the checkpoint."""
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    tensors |= dict(model.named_buffers(remove_duplicate=False))
-    differing = [
-        name
-        for name, item in stored.items()
-        if name not in tensors or tuple(tensors[name].shape) != item.shape
-    ]
-    there = {id(tensors[name]): name for name in stored if name in tensors}
+    shapes = {name: tensor.shape for name, tensor in model.named_parameters(remove_duplicate=False)}
+    shapes |= {name: tensor.shape for name, tensor in model.named_buffers(remove_duplicate=False)}
+    differing = [name for name, item in stored.items() if shapes.get(name) != item.shape]
     names: dict[str, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in there:
-            names.setdefault(there[id(tensor)], []).append(name)
+    for own in names_of(model).values():
+        if there := next((name for name in own if name in stored), None):
+            names[there] = own
         else:
-            differing.append(name)
+            differing += own
     if differing:
         raise CheckpointError(
             f"{checkpoint} is not of its run's model; these tensors differ: {shortened(differing)}"
@@ -280,9 +267,7 @@ def _merged(config: Config, stored: Mapping[str, Stored], dtype: torch.dtype) ->
     ]
     found = stored_tensors(base)
     sources = Tensors(model, with_quantized(base, found, model.config) if is_quantized(model) else found, ())
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(name)
+    names = {param: own for param, own in names_of(model).items() if isinstance(param, nn.Parameter)}
     if absent := [own[0] for param, own in names.items() if sources.source(param) is None]:
         raise CheckpointError(f"{base} is not of the run's model; missing: {shortened(absent)}")
     layers: dict[Any, tuple[str, Any]] = {

@@ -39,6 +39,7 @@ from streamer.cli.run import (
     failed,
     model_line,
     seconds_of,
+    silent,
     write_end,
 )
 from streamer.cli.step import Batch, logits_of, loss_function, step_on
@@ -274,7 +275,7 @@ def train_own(config: Config, *, resume: str | None = None) -> None:
     configuration."""
     checkpoint = None if resume is None else _checkpoint_to_resume(config, resume)
     with _ranks(config) as ranks:
-        say: Callable[..., None] = print if ranks.is_first else _silent
+        say: Callable[..., None] = print if ranks.is_first else silent
         config, chosen = settle(config, ranks=ranks.local_size, machines=ranks.machines)
         if chosen is not None:
             say(f"chosen: {chosen.reason}")
@@ -355,10 +356,6 @@ def _run(loop: Loop, out: Path, say: Callable[..., None]) -> None:
         trained = {"tokens_per_second": speed, **loop.losses, "unigram_loss": unigram}
         write_end(loop.model, out, first, trained, unit=unit)
     say(f"Written to {out}: streamer plot {out} draws it, streamer export {out} --to DIR writes its weights")
-
-
-def _silent(*_: object, **__: object) -> None:
-    pass
 
 
 def _free(wanted: Path) -> Path:

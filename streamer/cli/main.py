@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from streamer.cli import shipped
-from streamer.cli.config import Config, ConfigError, RunError, load_config, with_keys
+from streamer.cli.config import Config, ConfigError, RunError, SampleConfig, load_config, with_keys
 from streamer.errors import CheckpointError, RanksError
 from streamer.version import __version__
 
@@ -87,7 +87,27 @@ def command_line() -> argparse.ArgumentParser:
     data.add_argument(
         "--show", type=int, default=3, metavar="N", help="documents to print; default: %(default)s"
     )
-    _add_plan(commands.add_parser("plan", parents=[run], help="predict bytes and seconds of a run"))
+    plan = commands.add_parser("plan", parents=[run], help="predict bytes and seconds of a run")
+    plan.add_argument(
+        "--machine",
+        metavar="NAME|FILE",
+        help="by name, or a file of streamer calibrate; default: this machine's GPU, else rtx-4090",
+    )
+    for option in ("device_memory", "host_memory"):
+        key = f"stream.{option}"
+        plan.add_argument(f"--{option.replace('_', '-')}", dest=key, metavar="BYTES", help=f"({key})")
+    plan.add_argument(
+        "--ranks", type=_positive, default=1, metavar="N", help="GPUs of the machine, one process each"
+    )
+    plan.add_argument(
+        "--nodes", type=_positive, default=1, metavar="M", help="machines, which divide the optimizer state"
+    )
+    plan.add_argument(
+        "--machines", metavar="NAME,...", help='print a table of these machines; "all": every named one'
+    )
+    plan.add_argument("--batch-sizes", metavar="N,...", help="print a table of these batch sizes")
+    plan.add_argument("--json", action="store_true", help="print JSON, for programs")
+    plan.add_argument("--timeline", metavar="FILE", help="draw the planned step as a PNG")
     chat = commands.add_parser("chat", help="talk to a model on the terminal")
     chat.add_argument("model", help="a run's folder, or a Hugging Face folder (adapters too)")
     chat.add_argument("--device", help='"cuda" or "cpu"; default: CUDA if there is one')
@@ -109,11 +129,11 @@ def command_line() -> argparse.ArgumentParser:
     plot = commands.add_parser(
         "plot", help="draw losses, learning rate, tokens/s, lanes and the last steps of runs"
     )
-    plot.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
-    plot.add_argument("--to", metavar="DIR", help="default: plots in the first run's folder")
+    plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    plot.add_argument("--to", type=Path, metavar="DIR", help="default: plots in the first run's folder")
     configs = commands.add_parser("configs", help="list the shipped configurations, or copy one to edit")
     configs.add_argument("name", nargs="?", help="the one to copy")
-    configs.add_argument("--to", metavar="FILE", help="default: NAME.toml in the current folder")
+    configs.add_argument("--to", type=Path, metavar="FILE", help="default: NAME.toml in the current folder")
     calibrate = commands.add_parser("calibrate", help="measure this machine, for plans")
     calibrate.add_argument("--device", help='"cuda" or "cpu"; default: CUDA if there is one')
     calibrate.add_argument(
@@ -123,34 +143,10 @@ def command_line() -> argparse.ArgumentParser:
         metavar="DIR",
         help="also measure the drive of this folder; may be repeated",
     )
-    calibrate.add_argument("--output", default="machine.toml", metavar="FILE", help="default: %(default)s")
+    calibrate.add_argument(
+        "--output", type=Path, default="machine.toml", metavar="FILE", help="default: %(default)s"
+    )
     return parser
-
-
-def _add_plan(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument(
-        "--machine",
-        metavar="NAME|FILE",
-        help="by name, or a file of streamer calibrate; default: this machine's GPU, else rtx-4090",
-    )
-    plan.add_argument(
-        "--device-memory", dest="stream.device_memory", metavar="BYTES", help="(stream.device_memory)"
-    )
-    plan.add_argument(
-        "--ranks", type=_positive, default=1, metavar="N", help="GPUs of the machine, one process each"
-    )
-    plan.add_argument(
-        "--nodes", type=_positive, default=1, metavar="M", help="machines, which divide the optimizer state"
-    )
-    plan.add_argument(
-        "--host-memory", dest="stream.host_memory", metavar="BYTES", help="(stream.host_memory)"
-    )
-    plan.add_argument(
-        "--machines", metavar="NAME,...", help='print a table of these machines; "all": every named one'
-    )
-    plan.add_argument("--batch-sizes", metavar="N,...", help="print a table of these batch sizes")
-    plan.add_argument("--json", action="store_true", help="print JSON, for programs")
-    plan.add_argument("--timeline", metavar="FILE", help="draw the planned step as a PNG")
 
 
 def _positive(text: str) -> int:
@@ -247,8 +243,6 @@ def _data(arguments: Namespace) -> None:
 
 
 def _chat(arguments: Namespace) -> None:
-    from streamer.cli.config import SampleConfig
-
     with importing():
         from streamer.cli.generate import chat
     options = SampleConfig(tokens=arguments.tokens, temperature=arguments.temperature)
@@ -267,13 +261,7 @@ def _plan(arguments: Namespace) -> int:
         sizes = (arguments.batch_sizes or str(config.train.per_device_train_batch_size)).split(",")
         fits = plan_table(config, machines, sizes, **counts, as_json=arguments.json)
     else:
-        fits = plan(
-            config,
-            arguments.machine,
-            **counts,
-            as_json=arguments.json,
-            timeline=arguments.timeline,
-        )
+        fits = plan(config, arguments.machine, **counts, as_json=arguments.json, timeline=arguments.timeline)
     return 0 if fits else 2
 
 
@@ -293,8 +281,7 @@ def _export(arguments: Namespace) -> None:
 def _plot(arguments: Namespace) -> None:
     with importing():
         from streamer.cli.plot import plot
-    to = None if arguments.to is None else Path(arguments.to)
-    for picture in plot([Path(run) for run in arguments.runs], to):
+    for picture in plot(arguments.runs, arguments.to):
         print(picture)
 
 
@@ -302,10 +289,10 @@ def _configs(arguments: Namespace) -> None:
     if arguments.name is None:
         shipped.list_configs()
     else:
-        shipped.copy_config(arguments.name, None if arguments.to is None else Path(arguments.to))
+        shipped.copy_config(arguments.name, arguments.to)
 
 
 def _calibrate(arguments: Namespace) -> None:
     with importing():
         from streamer.cli.calibrate.command import calibrate
-    calibrate(device=arguments.device, output=Path(arguments.output), disk=arguments.disk)
+    calibrate(device=arguments.device, output=arguments.output, disk=arguments.disk)

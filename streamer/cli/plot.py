@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,29 +28,14 @@ SMOOTHED = 21
 STEPS = 2
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run's files: the lines of its ``metrics.jsonl`` and, once it has ended, its summary."""
-
-    folder: Path
-    lines: list[dict[str, Any]]
-    summary: dict[str, Any] | None
-
-    def curve(self, key: str) -> tuple[list[int], list[float]]:
-        """The steps at which ``key`` was written, and its values."""
-        found = [(line["step"], line[key]) for line in self.lines if line.get(key) is not None]
-        return [step for step, _ in found], [value for _, value in found]
-
-
-def read(folder: Path) -> Run:
-    """A run's files. Raises ConfigError for a folder that holds none."""
-    path, summary = folder / METRICS, folder / SUMMARY
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's ``metrics.jsonl``. Raises ConfigError for a folder that holds none."""
+    path = folder / METRICS
     if not path.is_file():
         raise ConfigError(f"{folder} is not the folder of a run: it has no {path.name}")
-    lines = Lines(path).read()
-    if not lines:
+    if not (lines := Lines(path).read()):
         raise ConfigError(f"{path} is empty: plot the run after its first step")
-    return Run(folder, lines, json.loads(summary.read_text()) if summary.is_file() else None)
+    return lines
 
 
 def plot(folders: Sequence[Path], to: Path | None = None) -> list[Path]:
@@ -62,30 +46,30 @@ def plot(folders: Sequence[Path], to: Path | None = None) -> list[Path]:
 
     Raises ConfigError for a folder without a run, and OSError if a picture cannot be written.
     """
-    runs = [read(folder) for folder in folders]
+    runs = {folder: read(folder) for folder in folders}
     to = folders[0] / PLOTS if to is None else to
     to.mkdir(parents=True, exist_ok=True)
     written = [_training(runs, to / "training.png")]
-    if len(runs) > 1 or runs[0].summary is None:
+    summary, trace = folders[0] / SUMMARY, folders[0] / TRACE
+    if len(runs) > 1 or not summary.is_file():
         return written
-    written.append(_lanes(runs[0].summary, to / "lanes.png"))
-    trace = runs[0].folder / TRACE
+    written.append(_lanes(json.loads(summary.read_text()), to / "lanes.png"))
     if trace.is_file() and (steps := whole_steps(trace, most=STEPS)):
         draw(trace, to / "timeline.png", steps=steps)
         written.append(to / "timeline.png")
     return written
 
 
-def _training(runs: Sequence[Run], picture: Path) -> Path:
+def _training(runs: Mapping[Path, list[dict[str, Any]]], picture: Path) -> Path:
     figure, (loss, rate, speed) = plt.subplots(
         3, 1, figsize=(9, 9), sharex=True, height_ratios=(3, 1, 1.5), layout="constrained"
     )
-    for number, run in enumerate(runs):
-        colour, name = f"C{number % 10}", f"{run.folder.resolve().name}, " if len(runs) > 1 else ""
-        loss.plot(*run.curve("loss"), color=colour, alpha=0.35, lw=1, label=f"{name}training")
-        loss.plot(*run.curve("val_loss"), "o-", color=colour, ms=5, lw=2, label=f"{name}validation")
-        rate.plot(*run.curve("lr"), color=colour, lw=2)
-        steps, values = run.curve("tokens_per_second")
+    for number, (folder, lines) in enumerate(runs.items()):
+        colour, name = f"C{number % 10}", f"{folder.resolve().name}, " if len(runs) > 1 else ""
+        loss.plot(*_curve(lines, "loss"), color=colour, alpha=0.35, lw=1, label=f"{name}training")
+        loss.plot(*_curve(lines, "val_loss"), "o-", color=colour, ms=5, lw=2, label=f"{name}validation")
+        rate.plot(*_curve(lines, "lr"), color=colour, lw=2)
+        steps, values = _curve(lines, "tokens_per_second")
         speed.plot(steps, values, color=colour, alpha=0.25, lw=1)
         speed.plot(steps, _smoothed(values), color=colour, lw=2)
     loss.set_ylabel("loss, nats per token")
@@ -101,6 +85,12 @@ def _training(runs: Sequence[Run], picture: Path) -> Path:
         axes.grid(alpha=0.25)
         axes.margins(x=0.01)
     return _written(figure, picture)
+
+
+def _curve(lines: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """The steps at which ``key`` was written, and its values."""
+    found = [line for line in lines if line.get(key) is not None]
+    return [line["step"] for line in found], [line[key] for line in found]
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:

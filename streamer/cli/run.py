@@ -62,6 +62,10 @@ class Lines:
                 file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
 
 
+def silent(*_: object, **__: object) -> None:
+    """In place of ``print`` on ranks after the first."""
+
+
 #: Errors that end a run with a line that names the remedy.
 FAILURES = (torch.OutOfMemoryError, MemoryError, streamer.NonFiniteError)
 

@@ -40,6 +40,7 @@ from streamer.cli.run import (
     failed,
     model_line,
     seconds_of,
+    silent,
     write_end,
 )
 from streamer.config_values import nearest
@@ -47,8 +48,8 @@ from streamer.engine.handle import wrapped
 from streamer.integrations.transformers import is_complete, last_checkpoint
 from streamer.integrations.trl import PackingError, SFTTrainer
 
-#: Folder of the final weights: those of a model, or only adapters.
-WEIGHTS, ADAPTERS = "model", "adapters"
+#: Folder of the final weights: those of a model, or only adapters; and the file of samples.
+WEIGHTS, ADAPTERS, SAMPLES = "model", "adapters", "samples.jsonl"
 #: Our defaults in place of those of `trl.SFTConfig`. Without ``use_cpu`` accelerate averages nothing over CPU
 #: ranks.
 DEFAULTS: dict[str, Any] = {
@@ -100,7 +101,7 @@ def train_folder(config: Config, *, resume: str | None = None) -> None:
     steps = max(0, args.max_steps)
     config = with_keys(config, train={"max_steps": steps, **{name: getattr(args, name) for name in sizes}})
     out, is_first = Path(str(args.output_dir)), args.process_index == 0
-    say = print if is_first else _silent
+    say = print if is_first else silent
     checkpoint = _checkpoint_to_resume(out, resume)
     check_data(config)
     tokenizer = load_tokenizer(str(config.model.path))
@@ -142,6 +143,9 @@ def train_folder(config: Config, *, resume: str | None = None) -> None:
             return
         if is_first:
             out.mkdir(parents=True, exist_ok=True)
+            done = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
+            for name in (METRICS, SAMPLES):
+                Lines(out / name).forget_after(done)
             place = {"path": os.path.abspath(str(config.model.path))}
             (out / CONFIG).write_text(
                 dump_config(with_keys(original, stream=vars(config.stream), model=place))
@@ -194,10 +198,6 @@ def _optimizer(config: Config, args: Any) -> dict[str, Any]:
     names = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
     config = with_keys(config, train={name: getattr(args, name) for name in names})
     return {"optimizer_cls_and_kwargs": optimizer_of(config)}
-
-
-def _silent(*_: object) -> None:
-    pass
 
 
 def _callback(name: str, options: dict[str, Any]) -> Any:
@@ -287,10 +287,6 @@ class Metrics(transformers.TrainerCallback):
         self.first: Seconds | None = None
         self._before: tuple[float, float] | None = None  # time and tokens at the last log
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.is_world_process_zero:
-            self.lines.forget_after(state.global_step)
-
     def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
         if self.first is None:
             self.first = seconds_of(options["model"])
@@ -318,11 +314,7 @@ class Samples(transformers.TrainerCallback):
     """Writes the model's answers to the prompts of ``[sample]``, every ``every`` steps and at the end."""
 
     def __init__(self, writer: Writer, out: Path) -> None:
-        self.writer, self.lines = writer, Lines(out / "samples.jsonl")
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.is_world_process_zero:
-            self.lines.forget_after(state.global_step)
+        self.writer, self.lines = writer, Lines(out / SAMPLES)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         every = self.writer.options.every

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,12 +22,18 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file."""
+    """A tensor in a file, from byte ``offset`` on."""
 
     name: str
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def place(self) -> StoredTensor:
+        """Its place, for reads without the format's library."""
+        return StoredTensor(self.file, self.offset, self.dtype, prod(self.shape))
 
     def read(self) -> torch.Tensor:
         """A view of the file, on the CPU. Raises CheckpointError if the file has changed."""
@@ -51,26 +56,6 @@ def read_all(stored: Sequence[Stored]) -> Iterator[torch.Tensor]:
                 yield tensor
 
 
-def places(stored: Iterable[Stored]) -> dict[str, StoredTensor]:
-    """The places of tensors in their files, by name."""
-    headers: dict[Path, tuple[int, dict[str, Any]]] = {}
-    found = {}
-    for it in stored:
-        if it.file not in headers:
-            headers[it.file] = _header(it.file)
-        begin, entries = headers[it.file]
-        start, _ = entries[it.name]["data_offsets"]
-        found[it.name] = StoredTensor(it.file, begin + start, it.dtype, prod(it.shape))
-    return found
-
-
-def _header(file: Path) -> tuple[int, dict[str, Any]]:
-    """The start of the tensors in a safetensors file, and the entries of its header."""
-    with file.open("rb") as opened:
-        nbytes = int.from_bytes(opened.read(8), "little")
-        return 8 + nbytes, json.loads(opened.read(nbytes))
-
-
 def has_weights(path: Path) -> bool:
     """Whether a folder has safetensors files, or the path is one."""
     return path.is_file() or any(path.glob("*.safetensors"))
@@ -83,15 +68,15 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
     has a dtype that PyTorch cannot compute with.
     """
     if not path.is_dir():
-        return _tensors_of(path)
+        return tensors_of(path)
     # in the order of Hugging Face's library
     if (path / SINGLE).exists():
-        return _tensors_of(path / SINGLE)
+        return tensors_of(path / SINGLE)
     if (path / INDEX).exists():
         return _indexed(path, path / INDEX)
     files = sorted(path.glob("*.safetensors"))
     if len(files) == 1:
-        return _tensors_of(files[0])
+        return tensors_of(files[0])
     there = f"neither {SINGLE} nor {INDEX} is in it"
     if files:
         raise CheckpointError(f"{path}: {there}: name one of {shortened([file.name for file in files])}")
@@ -110,19 +95,24 @@ def _indexed(path: Path, index: Path) -> dict[str, Stored]:
         raise CheckpointError(f"{index}: not an index of safetensors files ({in_a_line(error)})") from error
     if gone := [name for name, file in files.items() if not file.is_file()]:
         raise CheckpointError(f"{path}: of {len(files)} files these are missing: {shortened(gone)}")
-    return {name: it for file in files.values() for name, it in _tensors_of(file).items()}
+    return {name: it for file in files.values() for name, it in tensors_of(file).items()}
 
 
-def _tensors_of(file: Path) -> dict[str, Stored]:
+def tensors_of(file: Path) -> dict[str, Stored]:
+    """The tensors in one safetensors file, as `stored_tensors`."""
     try:
-        with safe_open(str(file), framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            kinds = {name: (slice.get_dtype(), tuple(slice.get_shape())) for name, slice in slices.items()}
+        with safe_open(str(file), framework="pt"), file.open("rb") as opened:  # which checks that it is whole
+            nbytes = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(nbytes))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file}: not a whole safetensors file ({in_a_line(error)})") from error
-    if strange := [f"{name} ({dtype})" for name, (dtype, _) in kinds.items() if dtype not in BY_NAME]:
+    header.pop("__metadata__", None)
+    if unknown := [f"{name} ({it['dtype']})" for name, it in header.items() if it["dtype"] not in BY_NAME]:
         raise CheckpointError(
             f"{file}: these tensors have an unsupported dtype; convert them to bfloat16 first: "
-            f"{shortened(strange)}"
+            f"{shortened(unknown)}"
         )
-    return {name: Stored(name, file, BY_NAME[dtype], shape) for name, (dtype, shape) in kinds.items()}
+    return {
+        name: Stored(name, file, BY_NAME[it["dtype"]], tuple(it["shape"]), 8 + nbytes + it["data_offsets"][0])
+        for name, it in header.items()
+    }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,15 @@ from streamer.model.options import Dtype, Folders, dtype_of, folders_of
 from streamer.model.units import DTYPES
 from streamer.model.wrap import wrap
 from streamer.pretrained.architecture import ModelClass, build, is_quantized
-from streamer.pretrained.files import Stored, places, stored_tensors
+from streamer.pretrained.files import Stored, stored_tensors
 from streamer.pretrained.match import Tensors
 from streamer.pretrained.quantize import quantize_weights, take_quantized
-from streamer.pretrained.quantized_files import StoredQuantized, StoredStack, usual_dtype, with_quantized
+from streamer.pretrained.quantized_files import (
+    StoredQuantized,
+    stored_quantized,
+    usual_dtype,
+    with_quantized,
+)
 
 #: The method of transformers' models that initialises modules, and its mark of modules to skip.
 OWN_INIT, HAS_VALUES = "_init_weights", "_is_hf_initialized"
@@ -151,22 +155,19 @@ def _with_files(disk: bool | Folders | Disks, model: nn.Module, tensors: Tensors
         if param.requires_grad or source is None or not source.pieces:
             continue
         is_in_parts = any(isinstance(it, StoredQuantized) for it in source.pieces)
-        if is_in_parts != tensors.is_quantized(param):
+        if is_in_parts is (source.quantized is None):
             continue  # quantized or dequantized during reading
-        if isinstance(source.stored, StoredQuantized):
-            frozen |= {f"{name}.{part}": [it] for part, it in source.stored.parts.items()}
-        elif is_in_parts and isinstance(stack := StoredStack.of(source), StoredStack):
-            frozen |= {f"{name}.{part}": pieces for part, pieces in stack.pieces.items()}
-        else:
+        if not is_in_parts:
             frozen[name] = source.pieces
+        elif isinstance(found := stored_quantized(source), StoredQuantized):
+            frozen |= {f"{name}.{part}": pieces for part, pieces in found.parts.items()}
     if disk is True and not frozen:
         raise ValueError(
             "disk=True reads frozen parameters as they are in the files, but there are none: freeze some in "
             "adapt=, leave quantize= out, or set disk= to a folder, where weights and the optimizer's state "
             "can be written"
         )
-    found = places(chain.from_iterable(frozen.values()))
-    stored = {name: [found[piece.name] for piece in pieces] for name, pieces in frozen.items()}
+    stored = {name: [piece.place for piece in pieces] for name, pieces in frozen.items()}
     if isinstance(disk, Disks):
         return disk.with_stored(stored)
     return Disks([] if isinstance(disk, bool) else folders_of(disk), stored=stored)

@@ -6,7 +6,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,8 @@ from streamer.quantized.parts import parts_of
 class Source:
     """The source of a tensor of the model: the names of the files, and the function that reads it, on the
     CPU; its ``pieces``, the stored tensors whose elements are its own, one after the other; and all stored
-    tensors that it is ``made_of``, in any order. Without ``pieces`` it is converted in another way."""
+    tensors that it is ``made_of``, in any order. Without ``pieces`` it is converted in another way. For a
+    quantized parameter ``quantized`` reads such a one to a device. [Note: parts]"""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -36,6 +37,7 @@ class Source:
     read: Callable[[], torch.Tensor]
     pieces: Pieces = ()
     made_of: Pieces = ()
+    quantized: Callable[[torch.device], nn.Parameter] | None = None
 
     @property
     def stored(self) -> Stored | None:
@@ -58,7 +60,7 @@ class Tensors:
         patterns = compiled([ignored] if isinstance(ignored, str) else ignored, "ignore")
         wanted = {name: it for name, it in stored.items() if not any(rule.search(name) for rule in patterns)}
         self._model = model
-        self._names = _names(model)
+        self._names = names_of(model)
         here = {name: tensor for tensor, aliases in self._names.items() for name in aliases}
         of_transformers = of_library(model)
         self._by_name, unexpected = (_by_rules if of_transformers else _by_name)(model, wanted, here)
@@ -74,8 +76,6 @@ class Tensors:
         self._unexpected = [name for name, target in unexpected.items() if target in allowed.unexpected_keys]
         #: parameters without values that were added later
         self.added: set[torch.Tensor] = set()
-        #: by quantized parameter, the function that reads such a one to a device
-        self._quantized: dict[torch.Tensor, Callable[[torch.device], nn.Parameter]] = {}
 
     def add(self, name: str, param: nn.Parameter) -> None:
         """Register a parameter that was added to the model under ``name``. Its values, unless it is on the
@@ -92,26 +92,21 @@ class Tensors:
         self, param: nn.Parameter, quantized: nn.Parameter, read: Callable[[torch.device], nn.Parameter]
     ) -> None:
         """Register that ``quantized`` replaces ``param`` in the model; ``read`` returns such a one with
-        values, on a device. [Note: parts]"""
+        values, on a device."""
         self._names[quantized] = self._names.pop(param)
-        self._sources[quantized] = self._sources.pop(param)
-        self._quantized[quantized] = read
+        self._sources[quantized] = replace(self._sources.pop(param), quantized=read)
 
     def read_into(self, param: nn.Parameter) -> bool:
         """Set the values of ``param``; returns whether the files have them."""
         if (source := self.source(param)) is None:
             return False
-        if (read := self._quantized.get(param)) is None:
+        if source.quantized is None:
             param.copy_(source.read())
         else:
             own = parts_of(param)
-            for part, values in zip(own, parts_of(read(own[0].device)), strict=True):
+            for part, values in zip(own, parts_of(source.quantized(own[0].device)), strict=True):
                 part.copy_(values)
         return True
-
-    def is_quantized(self, param: nn.Parameter) -> bool:
-        """Whether ``param`` was quantized here."""
-        return param in self._quantized
 
     def name(self, tensor: torch.Tensor) -> str:
         return self._names[tensor][0]
@@ -121,38 +116,32 @@ class Tensors:
 
     def faults(self, *, may_be_missing: bool) -> list[str]:
         """The faults that prevent reading the files into this model, each with the names of the tensors."""
-        listed = {
-            "missing (set init= to initialise them)": [] if may_be_missing else [*self.missing.values()],
-            "unexpected (set ignore= to patterns to leave them out)": self._unexpected,
-            "of another shape": self._misshapen(),
-            "of an unsupported dtype (convert them to bfloat16 first)": self._unreadable(),
-            "tied here, and different in the files (use a config that does not tie them)": self._differing(),
-        }
-        return [f"{what}: {shortened(names)}" for what, names in listed.items() if names]
-
-    def _misshapen(self) -> list[str]:
-        return [
+        in_files = list(self._in_files())
+        misshapen = [
             f"{name} ({list(source.shape)} in {source.files}, {list(tensor.shape)} here)"
-            for tensor, name, source in self._in_files()
+            for tensor, name, source in in_files
             if source.shape != tuple(tensor.shape)
         ]
-
-    def _unreadable(self) -> list[str]:
-        return [
+        unreadable = [
             f"{name} ({source.dtype})"
-            for tensor, name, source in self._in_files()
+            for tensor, name, source in in_files
             if isinstance(tensor, nn.Parameter) and source.dtype not in DTYPES
         ]
-
-    def _differing(self) -> list[str]:
-        """Names of one tensor here that are different tensors in the files."""
-        return [
+        differing = [
             name
-            for tensor, name, source in self._in_files()
+            for tensor, name, source in in_files
             if source is not (first := self._sources[tensor])
             and source.shape == first.shape
             and not torch.equal(source.read(), first.read())
         ]
+        listed = {
+            "missing (set init= to initialise them)": [] if may_be_missing else [*self.missing.values()],
+            "unexpected (set ignore= to patterns to leave them out)": self._unexpected,
+            "of another shape": misshapen,
+            "of an unsupported dtype (convert them to bfloat16 first)": unreadable,
+            "tied here, and different in the files (use a config that does not tie them)": differing,
+        }
+        return [f"{what}: {shortened(names)}" for what, names in listed.items() if names]
 
     def _in_files(self) -> Iterable[tuple[torch.Tensor, str, Source]]:
         sources = self._by_name
@@ -197,7 +186,7 @@ def compiled(patterns: Sequence[str], argument: str) -> list[re.Pattern[str]]:
         raise ValueError(f"{argument}={patterns!r}: use regular expressions ({error})") from error
 
 
-def _names(model: nn.Module) -> dict[torch.Tensor, list[str]]:
+def names_of(model: nn.Module) -> dict[torch.Tensor, list[str]]:
     """The parameters and persistent buffers, with all their names, those of ``state_dict`` first."""
     known = {*model.parameters(), *model.buffers()}
     named = [

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import abc
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -20,8 +19,8 @@ from torch import nn
 from streamer.errors import CheckpointError
 from streamer.pretrained.files import Stored, read_all
 from streamer.pretrained.match import Source, commonest
-from streamer.pretrained.stacks import dequantize_4_bits_in_forward, dequantize_in_forward
 from streamer.quantized.bitsandbytes_private import values_of_4_bits
+from streamer.quantized.schemes import MOST_VALUES, need, weight_in_4_bits
 
 #: The suffix that bitsandbytes adds to a weight's name for its quantization options, in JSON.
 _STATE = ".quant_state.bitsandbytes__"
@@ -29,36 +28,61 @@ _STATE = ".quant_state.bitsandbytes__"
 _BLOCK_SCALES = "_scale_inv"
 #: The tensors of bitsandbytes other than codes: scales and their code book, and those of quantized scales.
 _SCALES, _NESTED = ("absmax", "quant_map"), ("nested_absmax", "nested_quant_map")
-_MAPS = ("quant_map", "nested_quant_map")
 #: Suffixes of the names of tensors that belong to a quantized weight.
 _SUFFIXES = (*(f".{name}" for name in (*_SCALES, *_NESTED)), _BLOCK_SCALES)
-#: The kernels of bitsandbytes take the number of values as a 32-bit integer.
-MOST_VALUES = 1 << 31
 
 
 @dataclass(frozen=True)
-class StoredQuantized(Stored):
-    """A quantized weight in files. Its dtype and shape are those of its values."""
+class StoredQuantized(Stored, abc.ABC):
+    """A quantized weight in files, or several of them that form a stack, one after the other. Its dtype and
+    shape are those of its values; ``parts`` are the tensors of the files by the names of the parts, see
+    `streamer.quantized.parts.Composite`."""
 
-    #: tensors of the files by the names of the parts, see `streamer.quantized.parts.Composite`
-    parts: Mapping[str, Stored]
-    #: builds the weight from these parts, which are on a device, for inputs of a dtype
-    build: Callable[[Mapping[str, torch.Tensor], torch.dtype], nn.Parameter]
-    #: builds a linear module for it, without a bias, from the numbers of outputs and inputs and their dtype
-    linear: Callable[[int, int, torch.dtype], nn.Module]
-    #: rows and columns of a block of 8-bit floats that share a scale
-    block: tuple[int, ...] = ()
-    #: the options of bitsandbytes in the file for 4 bits: quant_type, blocksize, dtype, ...
-    state: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, Sequence[Stored]]
+
+    @abc.abstractmethod
+    def build(self, parts: dict[str, torch.Tensor], dtype: torch.dtype) -> nn.Parameter:
+        """The weight of these parts, which are on a device, for inputs of ``dtype``."""
+
+    @abc.abstractmethod
+    def shape_of(self, part: str) -> tuple[int, ...]:
+        """The shape of a part."""
+
+    @abc.abstractmethod
+    def stacked(self, matrices: Sequence[Any], shape: tuple[int, ...]) -> StoredQuantized | str:
+        """The stack of ``matrices``, this one the first of them, or a text with the reason why there is
+        none. Codes and scales have the same order, if each matrix is a whole number of blocks."""
+
+    def kind(self) -> tuple[object, ...]:
+        """What weights of one stack have in common."""
+        return self.dtype, *(piece.dtype for pieces in self.parts.values() for piece in pieces)
 
     def quantized(self, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
         """The weight, read to ``device``; on the meta device without values."""
-        return self.build({name: _read(part, device) for name, part in self.parts.items()}, dtype)
+        parts = {name: _read(pieces, self.shape_of(name), device) for name, pieces in self.parts.items()}
+        return self.build(parts, dtype)
 
     def read(self) -> torch.Tensor:
         """Its values, on the CPU."""
-        values: torch.Tensor = _dequantized(self.quantized("cpu", self.dtype))
+        weight: Any = self.quantized("cpu", self.dtype)
+        is_in_4_bits = hasattr(weight, "quant_state")
+        values = values_of_4_bits(weight.data, weight.quant_state) if is_in_4_bits else weight.dequantize()
         return values.to(self.dtype)
+
+
+def stored_quantized(source: Source) -> StoredQuantized | str:
+    """The quantized weight of a source of which some tensors are quantized, or a text with the reason why it
+    is not read as it is in the files."""
+    if not source.pieces:
+        return "the model transposes or interleaves them, and does not concatenate them"
+    matrices = [it for it in source.pieces if isinstance(it, StoredQuantized)]
+    if len(matrices) != len(source.pieces):
+        return "others that are in one tensor with them here are not quantized"
+    if source.stored is matrices[0]:
+        return matrices[0]
+    if any(it.kind() != matrices[0].kind() for it in matrices):
+        return "they are one tensor here, and are not quantized alike"
+    return matrices[0].stacked(matrices, source.shape)
 
 
 def with_quantized(path: Path, stored: Mapping[str, Stored], config: Any) -> dict[str, Stored]:
@@ -72,102 +96,128 @@ def with_quantized(path: Path, stored: Mapping[str, Stored], config: Any) -> dic
     method, found = str(options.get("quant_method", "")), dict(stored)
     if method == "bitsandbytes" and options.get("load_in_4bit", options.get("_load_in_4bit")):
         need("bitsandbytes")
-        compute = options.get("bnb_4bit_compute_dtype") or "float32"
+        compute = str(options.get("bnb_4bit_compute_dtype") or "float32").removeprefix("torch.")
         states = [it for name, it in stored.items() if _STATE in name]
         for state, packed in zip(states, read_all(states), strict=True):
             weight = state.name.partition(_STATE)[0]
-            found[weight] = _four_bits(
-                found, weight, state, packed, getattr(torch, str(compute).removeprefix("torch."))
-            )
-        return found
-    if method == "fp8" and options.get("weight_block_size"):
+            del found[state.name]
+            found[weight] = _four_bits(found, weight, packed, getattr(torch, compute))
+    elif method == "fp8" and options.get("weight_block_size"):
         need("torchao")
         usual = usual_dtype(stored) or torch.bfloat16
         for name in [name for name in stored if name.endswith(_BLOCK_SCALES)]:
             weight = name.removesuffix(_BLOCK_SCALES)
             if weight in found:
                 found[weight] = _blocks(found.pop(name), found[weight], options["weight_block_size"], usual)
-        return found
-    if method == "torchao":
+    elif method == "torchao":
         need("torchao")
         for file in {it.file for it in stored.values()}:
             _take_tensors_of_torchao(found, file)
-        return found
-    raise ValueError(
-        f"{path}: its weights are quantized by {method or 'an unknown method'}, which cannot be streamed: 4 "
-        "bits of bitsandbytes, block-wise fp8 and files of torchao can; or use the weights as they were "
-        "before, and quantize="
+    else:
+        raise ValueError(
+            f"{path}: its weights are quantized by {method or 'an unknown way'}, which cannot be streamed: "
+            "4 bits of bitsandbytes, block-wise fp8 and files of torchao can; or use the weights as they "
+            "were before, and quantize="
+        )
+    return found
+
+
+def usual_dtype(stored: Mapping[str, Stored]) -> torch.dtype | None:
+    """The dtype of most of the values that are not quantized; None if there are none."""
+    return commonest(
+        (it.dtype, prod(it.shape)) for name, it in stored.items() if not name.endswith(_SUFFIXES)
     )
+
+
+def _read(pieces: Sequence[Stored], shape: Sequence[int], device: torch.device | str) -> torch.Tensor:
+    """A tensor of ``shape`` on ``device``, whose elements are those of ``pieces``, one after the other."""
+    if len(pieces) == 1 and torch.device(device).type != "meta":
+        return pieces[0].read().view(shape).to(device)
+    whole = torch.empty(shape, dtype=pieces[0].dtype, device=device)
+    if not whole.is_meta:
+        places = whole.view(-1).split([prod(it.shape) for it in pieces])
+        for values, place in zip(read_all(pieces), places, strict=True):
+            place.copy_(values.view(-1))
+    return whole
+
+
+def _numel(pieces: Sequence[Stored]) -> int:
+    return sum(prod(it.shape) for it in pieces)
+
+
+def _joined(matrices: Sequence[StoredQuantized]) -> dict[str, list[Stored]]:
+    """The parts of a stack: those of its matrices, and code books once."""
+    first = matrices[0].parts
+    return {
+        name: [*first[name]] if name.endswith("quant_map") else [x for it in matrices for x in it.parts[name]]
+        for name in first
+    }
+
+
+# 4 bits
 
 
 def _four_bits(
-    found: dict[str, Stored], weight: str, state: Stored, packed: torch.Tensor, compute: torch.dtype
+    found: dict[str, Stored], weight: str, packed: torch.Tensor, compute: torch.dtype
 ) -> StoredQuantized:
-    """Remove the tensors of ``weight`` from ``found``; ``packed`` are the values of its ``state``."""
-    bnb = import_module("bitsandbytes")
-    del found[state.name]
-    key = state.name.removeprefix(f"{weight}.")
-    names = {name: f"{weight}.{name}" for name in (*_SCALES, *_NESTED)}
-    scales = {name: found.pop(there) for name, there in names.items() if there in found}
+    """Remove the scales of ``weight`` from ``found``; ``packed`` are its options in bytes of JSON."""
+    names = [name for name in (*_SCALES, *_NESTED) if f"{weight}.{name}" in found]
+    scales = {name: [found.pop(f"{weight}.{name}")] for name in names}
     try:
         options = json.loads(bytes(packed.tolist()))
-        shape, dtype, kind = (
-            tuple(options["shape"]),
-            getattr(torch, options["dtype"]),
-            options["quant_type"],
-        )
         nested = _NESTED if "nested_blocksize" in options else ()
-        codes, *_ = found[weight], *(scales[name] for name in (*_SCALES, *nested))
+        parts = {"codes": [found[weight]], **{name: scales[name] for name in (*_SCALES, *nested)}}
+        dtype, shape, _ = getattr(torch, options["dtype"]), tuple(options["shape"]), options["quant_type"]
     except (KeyError, ValueError, AttributeError) as error:
         raise CheckpointError(f"'{weight}' is not whole in its file ({error!r})") from error
-
-    def build(parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> nn.Parameter:
-        codes = parts["codes"]
-        stats = {name: part for name, part in parts.items() if name != "codes"} | {key: packed}
-        weight: nn.Parameter = bnb.nn.Params4bit.from_prequantized(codes, stats, device=codes.device)
-        return weight
-
-    def linear(outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
-        return linear_in_4_bits(outputs, inputs, compute, kind)
-
-    return StoredQuantized(
-        codes.name,
-        codes.file,
-        dtype,
-        shape,
-        parts={"codes": codes, **scales},
-        build=build,
-        linear=linear,
-        state=options,
-    )
+    offsets = (float(options.pop("nested_offset", 0.0)),)
+    codes = found[weight]
+    return FourBits(weight, codes.file, dtype, shape, codes.offset, parts, options, offsets, compute)
 
 
-def weight_in_4_bits(codes: torch.Tensor, state: Any) -> nn.Parameter:
-    """A weight of bitsandbytes: ``codes``, and the QuantState that dequantizes them."""
-    weight: nn.Parameter = import_module("bitsandbytes").nn.Params4bit(
-        codes,
-        requires_grad=False,
-        quant_state=state,
-        blocksize=state.blocksize,
-        compress_statistics=state.nested,
-        quant_type=state.quant_type,
-        quant_storage=codes.dtype,
-        bnb_quantized=True,
-    )
-    return weight
+@dataclass(frozen=True)
+class FourBits(StoredQuantized):
+    """A weight of bitsandbytes: its options in the file (quant_type, blocksize, ...), and the offset of the
+    quantized scales of each matrix. [Note: experts in 4 bits]"""
+
+    options: Mapping[str, Any]
+    offsets: tuple[float, ...]
+    compute: torch.dtype
+
+    def kind(self) -> tuple[object, ...]:
+        options = ("quant_type", "blocksize", "nested_blocksize", "nested_dtype")
+        return *super().kind(), *map(self.options.get, options)
+
+    def build(self, parts: dict[str, torch.Tensor], dtype: torch.dtype) -> nn.Parameter:
+        if "nested_blocksize" in self.options:
+            offsets = torch.tensor(self.offsets, device="cpu")
+            offsets = offsets[:, None] if len(self.offsets) > 1 else offsets[0]
+            parts["offset"] = offsets.to(parts["codes"].device)
+        return weight_in_4_bits(parts, self.options, self.shape, self.dtype)
+
+    def shape_of(self, part: str) -> tuple[int, ...]:
+        numel, count = _numel(self.parts[part]), len(self.offsets)
+        if part == "codes":
+            return numel, 1
+        if part == "absmax" and "nested_blocksize" in self.options and count > 1:
+            return count, numel // count
+        return (numel,)
+
+    def stacked(self, matrices: Sequence[Any], shape: tuple[int, ...]) -> StoredQuantized | str:
+        numels = [prod(it.shape) for it in matrices]
+        if len(matrices) > 1:
+            block = self.options["blocksize"] * self.options.get("nested_blocksize", 1)
+            if odd := [numel for numel in numels if numel % block]:
+                return f"a matrix of {odd[0]} values is not a whole number of blocks of {block}"
+            if "nested_blocksize" in self.options and len({*numels}) > 1:
+                return "their scales are quantized, and they are not of one size"
+        if sum(numels) >= MOST_VALUES:
+            return f"bitsandbytes dequantizes fewer than {MOST_VALUES} values at once"
+        offsets = tuple(offset for it in matrices for offset in it.offsets)
+        return replace(self, shape=shape, parts=_joined(matrices), offsets=offsets)
 
 
-def linear_in_4_bits(outputs: int, inputs: int, compute: torch.dtype, kind: str) -> nn.Module:
-    """A linear module of bitsandbytes, with its weight still to be set; ``kind`` is "nf4" or "fp4"."""
-    module: nn.Module = import_module("bitsandbytes").nn.Linear4bit(
-        inputs, outputs, bias=False, compute_dtype=compute, quant_type=kind, device="meta"
-    )
-    return module
-
-
-def linear_without_values(outputs: int, inputs: int, dtype: torch.dtype) -> nn.Module:
-    """A linear module of PyTorch, with its weight still to be set."""
-    return nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)
+# 8 bits
 
 
 def _blocks(scale: Stored, codes: Stored, block: Sequence[int], usual: torch.dtype) -> StoredQuantized:
@@ -177,198 +227,33 @@ def _blocks(scale: Stored, codes: Stored, block: Sequence[int], usual: torch.dty
             f"'{codes.name}' is fp8 of {list(codes.shape)} with scales of {list(scale.shape)} for blocks of "
             f"{list(block)}, which do not divide it: dequantize the model first"
         )
-
-    parts = {"qdata": codes, "scale": scale}
-    return StoredQuantized(
-        codes.name,
-        codes.file,
-        usual,
-        codes.shape,
-        parts=parts,
-        build=partial(_eight_bits, block=block),
-        linear=linear_without_values,
-        block=tuple(block),
-    )
-
-
-def _eight_bits(
-    parts: Mapping[str, torch.Tensor], dtype: torch.dtype, *, block: Sequence[int]
-) -> nn.Parameter:
-    kind = import_module("torchao.quantization").Float8Tensor
-    values = kind(parts["qdata"], parts["scale"], block_size=[*block], dtype=dtype)
-    return nn.Parameter(values, requires_grad=False)
+    parts = {"qdata": [codes], "scale": [scale]}
+    return BlockFloats(codes.name, codes.file, usual, codes.shape, codes.offset, parts, tuple(block))
 
 
 @dataclass(frozen=True)
-class StoredStack(abc.ABC):
-    """Quantized matrices that form a stack, one after the other, such as separate experts in the files. Codes
-    and scales have the same order, since each matrix is a whole number of blocks."""
+class BlockFloats(StoredQuantized):
+    """8-bit floats; the values of a ``block`` share a scale."""
 
-    matrices: tuple[StoredQuantized, ...]
-    shape: tuple[int, ...]
+    block: tuple[int, ...]
 
-    @staticmethod
-    def of(source: Source) -> StoredStack | str:
-        """The stack, or a text with the reason why there is none."""
-        if not source.pieces:
-            return "the model transposes or interleaves them, and does not concatenate them"
-        matrices = tuple(it for it in source.pieces if isinstance(it, StoredQuantized))
-        if len(matrices) != len(source.pieces):
-            return "others that are in one tensor with them here are not quantized"
-        first = matrices[0]
-        kinds = {
-            (it.dtype, it.block, *(part.dtype for part in it.parts.values()), *_kind(it)) for it in matrices
-        }
-        if len(kinds) > 1:
-            return "they are one tensor here, and are not quantized alike"
-        if first.block:
-            return _StackIn8Bits(matrices, source.shape)
-        if first.state:
-            return _StackIn4Bits.why_not(matrices) or _StackIn4Bits(matrices, source.shape)
-        return "each is a tensor of torchao"
+    def kind(self) -> tuple[object, ...]:
+        return *super().kind(), self.block
 
-    @property
-    def pieces(self) -> dict[str, Sequence[Stored]]:
-        """The stored tensors of each part, one after the other, by the part's name. Code books are the same
-        for all matrices."""
-        first = self.matrices[0].parts
-        return {
-            name: [first[name]] if name in _MAPS else [it.parts[name] for it in self.matrices]
-            for name in first
-        }
+    def build(self, parts: dict[str, torch.Tensor], dtype: torch.dtype) -> nn.Parameter:
+        kind = import_module("torchao.quantization").Float8Tensor
+        values = kind(parts["qdata"], parts["scale"], block_size=[*self.block], dtype=dtype)
+        return nn.Parameter(values, requires_grad=False)
 
-    @property
-    def parts(self) -> dict[str, Callable[[torch.device | str], torch.Tensor]]:
-        """Functions that read each part to a device, by name; to the meta device without values."""
-        return {
-            name: partial(_joined, pieces, self.shape_of(name, sum(prod(it.shape) for it in pieces)))
-            for name, pieces in self.pieces.items()
-        }
+    def shape_of(self, part: str) -> tuple[int, ...]:
+        return self.shape if part == "qdata" else tuple(map(int.__floordiv__, self.shape, self.block))
 
-    @abc.abstractmethod
-    def shape_of(self, part: str, numel: int) -> tuple[int, ...]:
-        """The shape of a part, which has ``numel`` elements."""
-
-    @abc.abstractmethod
-    def quantized(self, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
-        """The stack, read to ``device``, for inputs of ``dtype``."""
-
-    @abc.abstractmethod
-    def put(self, module: nn.Module, key: str, weight: nn.Parameter, dtype: torch.dtype) -> None:
-        """Register ``weight`` as ``key`` of ``module``, which then uses its values in ``dtype``."""
-
-
-class _StackIn8Bits(StoredStack):
-    """A stack of block-wise 8-bit floats."""
-
-    def shape_of(self, part: str, numel: int) -> tuple[int, ...]:
-        return self.shape if part == "qdata" else tuple(map(int.__floordiv__, self.shape, self._block))
-
-    def quantized(self, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
-        parts = {part: read(device) for part, read in self.parts.items()}
-        return _eight_bits(parts, dtype, block=self._block)
-
-    def put(self, module: nn.Module, key: str, weight: nn.Parameter, dtype: torch.dtype) -> None:
-        dequantize_in_forward(module, key, weight)
-
-    @property
-    def _block(self) -> tuple[int, ...]:
-        return 1, *self.matrices[0].block
-
-
-class _StackIn4Bits(StoredStack):
-    """A stack in 4 bits of bitsandbytes. [Note: experts in 4 bits]"""
-
-    @staticmethod
-    def why_not(matrices: Sequence[StoredQuantized]) -> str:
-        """The reason why there is no such stack; empty if there is."""
-        state, numels = matrices[0].state, [prod(it.shape) for it in matrices]
-        if len(matrices) > 1:
-            block = state["blocksize"] * state.get("nested_blocksize", 1)
-            if odd := [numel for numel in numels if numel % block]:
-                return f"a matrix of {odd[0]} values is not a whole number of blocks of {block}"
-            if "nested_blocksize" in state and len({*numels}) > 1:
-                return "their scales are quantized, and they are not of one size"
-        if sum(numels) >= MOST_VALUES:
-            return f"bitsandbytes dequantizes fewer than {MOST_VALUES} values at once"
-        return ""
-
-    @property
-    def _state(self) -> Mapping[str, Any]:
-        return self.matrices[0].state
-
-    @property
-    def _has_quantized_scales(self) -> bool:
-        return "nested_blocksize" in self._state
-
-    def shape_of(self, part: str, numel: int) -> tuple[int, ...]:
-        count = len(self.matrices)
-        if part == "codes":
-            return numel, 1
-        if part == "absmax" and self._has_quantized_scales and count > 1:
-            return count, numel // count
-        return (numel,)
-
-    @property
-    def parts(self) -> dict[str, Callable[[torch.device | str], torch.Tensor]]:
-        return super().parts | ({"offset": self._offsets} if self._has_quantized_scales else {})
-
-    def _offsets(self, device: torch.device | str) -> torch.Tensor:
-        offsets = torch.tensor([float(it.state["nested_offset"]) for it in self.matrices], device="cpu")
-        return (offsets[:, None] if len(self.matrices) > 1 else offsets[0]).to(device)
-
-    def quantized(self, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
-        new_state, options = import_module("bitsandbytes").functional.QuantState, self._state
-        parts = {name: read(device) for name, read in self.parts.items()}
-        of_scales = None
-        if self._has_quantized_scales:
-            of_scales = new_state(
-                absmax=parts["nested_absmax"],
-                blocksize=options["nested_blocksize"],
-                code=parts["nested_quant_map"],
-                dtype=getattr(torch, options["nested_dtype"]),
-            )
-        state = new_state(
-            absmax=parts["absmax"],
-            shape=torch.Size(self.shape),
-            code=parts["quant_map"],
-            blocksize=options["blocksize"],
-            quant_type=options["quant_type"],
-            dtype=self.matrices[0].dtype,
-            offset=parts.get("offset"),
-            state2=of_scales,
-        )
-        return weight_in_4_bits(parts["codes"], state)
-
-    def put(self, module: nn.Module, key: str, weight: nn.Parameter, dtype: torch.dtype) -> None:
-        dequantize_4_bits_in_forward(module, key, weight, dtype=dtype)
-
-
-def _kind(it: StoredQuantized) -> tuple[object, ...]:
-    """The options that dequantize 4 bits, except tensors and those of each matrix."""
-    of_all = ("quant_type", "blocksize", "nested_blocksize", "nested_dtype")
-    return tuple(it.state.get(name) for name in of_all)
-
-
-def _joined(pieces: Sequence[Stored], shape: Sequence[int], device: torch.device | str) -> torch.Tensor:
-    """A tensor of ``shape`` on ``device``, whose elements are those of ``pieces``, one after the other."""
-    whole = torch.empty(shape, dtype=pieces[0].dtype, device=device)
-    if not whole.is_meta:
-        places = whole.view(-1).split([prod(it.shape) for it in pieces])
-        for values, place in zip(read_all(pieces), places, strict=True):
-            place.copy_(values.view(-1))
-    return whole
-
-
-def _read(stored: Stored, device: torch.device | str) -> torch.Tensor:
-    if torch.device(device).type == "meta":
-        return torch.empty(stored.shape, dtype=stored.dtype, device=device)
-    return stored.read().to(device)
+    def stacked(self, matrices: Sequence[Any], shape: tuple[int, ...]) -> StoredQuantized | str:
+        return replace(self, shape=shape, parts=_joined(matrices), block=(1, *self.block))
 
 
 def _take_tensors_of_torchao(found: dict[str, Stored], file: Path) -> None:
     """Add the weights that torchao has quantized in ``file`` to ``found``, in place of their parts."""
-    support = import_module("torchao.prototype.safetensors.safetensors_support")
     with import_module("safetensors").safe_open(file, "pt") as opened:
         metadata: Mapping[str, str] = opened.metadata() or {}
     for name in json.loads(metadata.get("tensor_names", "[]")):
@@ -379,50 +264,28 @@ def _take_tensors_of_torchao(found: dict[str, Stored], file: Path) -> None:
         keys = {part: f"{owner}._{attribute}_{part}" for part in about["_tensor_data_names"]}
         if absent := [key for key in keys.values() if key not in found]:
             raise CheckpointError(f"'{name}' is not whole in its file: {absent[0]} is missing")
-        parts = {part: found.pop(key) for part, key in keys.items()}
-        about_one = {name: metadata[name], "tensor_names": json.dumps([name])}
-
-        def build(
-            parts: Mapping[str, torch.Tensor],
-            dtype: torch.dtype,
-            name: str = name,
-            keys: Mapping[str, str] = keys,
-            about: Mapping[str, str] = about_one,
-        ) -> nn.Parameter:
-            flat = {keys[part]: tensor for part, tensor in parts.items()}
-            whole, _ = support.unflatten_tensor_state_dict(flat, about)
-            return nn.Parameter(whole[name], requires_grad=False)
-
-        without = build({part: _read(it, "meta") for part, it in parts.items()}, torch.float32)
-        found[name] = StoredQuantized(
-            name,
-            file,
-            without.dtype,
-            tuple(without.shape),
-            parts=parts,
-            build=build,
-            linear=linear_without_values,
-        )
+        parts = {part: [found.pop(key)] for part, key in keys.items()}
+        whole = _OfTorchao(name, file, torch.float32, (), 0, parts, keys, metadata[name])
+        values = whole.quantized("meta", torch.float32)
+        found[name] = replace(whole, dtype=values.dtype, shape=tuple(values.shape))
 
 
-def usual_dtype(stored: Mapping[str, Stored]) -> torch.dtype | None:
-    """The dtype of most of the values that are not quantized; None if there are none."""
-    return commonest(
-        (it.dtype, prod(it.shape)) for name, it in stored.items() if not name.endswith(_SUFFIXES)
-    )
+@dataclass(frozen=True)
+class _OfTorchao(StoredQuantized):
+    """A tensor of torchao: the names of its parts in the file, and its entry in the file's metadata."""
 
+    keys: Mapping[str, str]
+    entry: str
 
-def need(library: str) -> None:
-    """Raise ValueError, with the command that installs it, if ``library`` is absent."""
-    try:
-        import_module(library)
-    except ImportError as error:
-        raise ValueError(
-            f"quantized weights need {library}: pip install 'layer-streamer[quantize]' ({error})"
-        ) from error
+    def build(self, parts: dict[str, torch.Tensor], dtype: torch.dtype) -> nn.Parameter:
+        support = import_module("torchao.prototype.safetensors.safetensors_support")
+        flat = {self.keys[part]: tensor for part, tensor in parts.items()}
+        about = {self.name: self.entry, "tensor_names": json.dumps([self.name])}
+        whole, _ = support.unflatten_tensor_state_dict(flat, about)
+        return nn.Parameter(whole[self.name], requires_grad=False)
 
+    def shape_of(self, part: str) -> tuple[int, ...]:
+        return self.parts[part][0].shape
 
-def _dequantized(weight: Any) -> Any:
-    if hasattr(weight, "quant_state"):
-        return values_of_4_bits(weight.data, weight.quant_state)
-    return weight.dequantize()
+    def stacked(self, matrices: Sequence[Any], shape: tuple[int, ...]) -> StoredQuantized | str:
+        return "each is a tensor of torchao"

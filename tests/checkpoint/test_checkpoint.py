@@ -136,7 +136,7 @@ def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[int]:
 
 @pytest.mark.parametrize(
     ("number", "seconds"),
-    # what is copied while a file is written has its masters in fp32, split, or beside moments in 8 bits
+    # what is copied while a file is written has its masters in fp32, split, or with moments in 8 bits
     [(0, None), (2, None), (4, None), (5, None), (0, 0.05), (1, 0.05), (3, 0.05)],
 )
 def test_a_resumed_run_ends_where_an_undisturbed_one_does(
@@ -161,7 +161,7 @@ def test_a_resumed_run_ends_where_an_undisturbed_one_does(
     assert_equal(second.end(), end)
 
 
-def test_an_error_in_the_background_is_told_once_and_training_goes_on(
+def test_an_error_in_the_background_is_raised_once_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
@@ -187,7 +187,7 @@ def test_an_error_in_the_background_is_told_once_and_training_goes_on(
 
 
 @pytest.mark.parametrize("change", ["another optimizer", "load_state_dict", "load", "unwrap"])
-def test_what_replaces_the_state_waits_until_it_is_written(
+def test_replacing_the_state_waits_until_it_is_written(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(dtype=torch.bfloat16)

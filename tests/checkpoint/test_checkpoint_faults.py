@@ -332,7 +332,7 @@ def test_other_optimizers_go_on(runs: Any, tmp_path: Path, make: Any) -> None:
 
 @pytest.mark.parametrize("options", [{}, BF16 | {"state_dtype": "int8"}], ids=str)
 @pytest.mark.parametrize("by_state_dict", [False, True])
-def test_what_was_saved_before_the_first_step_begins_with_zero_moments(
+def test_a_checkpoint_of_before_the_first_step_has_zero_moments(
     runs: Any, tmp_path: Path, options: dict[str, Any], by_state_dict: bool
 ) -> None:
     """Also where others have been loaded in the meantime, which no step has used."""
@@ -383,7 +383,7 @@ def test_weights_alone_and_a_scaler(runs: Any, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_masters_whatever_they_are_streamed_in(
+def test_masters_in_any_streamed_dtype(
     runs: Any, tmp_path: Path, saved: dict[str, Any], options: dict[str, Any]
 ) -> None:
     first, second = runs(**saved), runs(seed=5, **options)
@@ -400,7 +400,7 @@ def test_masters_whatever_they_are_streamed_in(
     second.train(2)
 
 
-def test_what_is_frozen_here_takes_its_weight_alone(runs: Any, pair: tuple[Run, Path]) -> None:
+def test_parameters_that_are_frozen_here_take_only_their_weight(runs: Any, pair: tuple[Run, Path]) -> None:
     whole, frozen = runs(), runs(sizes={"is_frozen": True}, seed=5)
     for run in (whole, frozen):
         run.load(pair[1])
@@ -537,7 +537,7 @@ def test_all_is_on_the_disk_before_the_checkpoint_has_its_name(
 
 
 @pytest.mark.parametrize("block", [True, False])
-def test_a_checkpoint_of_which_a_part_is_not_on_the_disk_is_not_there(
+def test_a_checkpoint_with_a_failed_flush_is_deleted(
     runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: bool
 ) -> None:
     run = runs()
@@ -564,7 +564,7 @@ def test_a_checkpoint_of_which_a_part_is_not_on_the_disk_is_not_there(
     Manifest.read(tmp_path / "a").check(tmp_path / "a")
 
 
-def test_what_cannot_be_saved_leaves_nothing(runs: Any, tmp_path: Path) -> None:
+def test_values_that_cannot_be_saved_leave_nothing(runs: Any, tmp_path: Path) -> None:
     run = runs()
     with pytest.raises(ValueError, match=r"^extra\['a'\] is a set"):
         run.save(tmp_path / "b", a=set())

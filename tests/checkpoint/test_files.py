@@ -81,7 +81,7 @@ def test_every_dtype_shape_and_name_comes_back(tmp_path: Path) -> None:
         assert zlib.crc32(data[start + entry.offset :][: entry.nbytes]) == entry.crc32
 
 
-def test_a_tensor_is_asked_for_when_its_turn_comes(tmp_path: Path) -> None:
+def test_a_tensor_is_created_just_before_it_is_written(tmp_path: Path) -> None:
     alive: list[int] = []
     most: list[int] = []
 
@@ -98,7 +98,7 @@ def test_a_tensor_is_asked_for_when_its_turn_comes(tmp_path: Path) -> None:
     assert max(most) <= 4
 
 
-def test_what_is_no_file_of_tensors(tmp_path: Path) -> None:
+def test_files_that_are_not_safetensors(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="missing"), reading(tmp_path / "missing"):
         pass
     (tmp_path / "t").write_bytes(b"nothing of the kind")
@@ -333,7 +333,7 @@ def test_no_room_is_known_before(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_there_stays(tmp_path: Path) -> None:
+def test_existing_paths_stay(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     for name in ("file", "folder"):
@@ -346,7 +346,7 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_what_a_process_of_the_same_number_left_is_removed(tmp_path: Path) -> None:
+def test_a_folder_of_an_earlier_process_with_this_id_is_removed(tmp_path: Path) -> None:
     manifest_in(tmp_path / f".c.writing-{os.getpid()}")
     with new_folder(tmp_path / "c", nbytes=1):
         pass

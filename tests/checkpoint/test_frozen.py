@@ -16,7 +16,7 @@ from streamer.engine.handle import wrapped
 from tests.pretrained.test_in_place import a_step, adamw, adapt, make, stored
 from tests.reference import assert_equal
 
-#: The base in memory, and read where it lies for all layers but some.
+#: The base in memory, and on disk for all layers but some.
 PLACED = [{}, {"disk": True, "stay": 1}]
 
 
@@ -37,13 +37,13 @@ def names_in(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("before", "then", "block"),
     [
-        (before, then, before is then)  # so that each place meets both ways to save
+        (before, then, before is then)  # so that each place is tried with both ways to save
         for before in PLACED
         for then in PLACED
     ],
     ids=["memory, memory", "memory, in place", "in place, memory", "in place, in place"],
 )
-def test_a_run_goes_on_from_what_is_trained_alone(
+def test_a_run_continues_from_the_trained_parameters_alone(
     base: Path, tmp_path: Path, before: dict[str, Any], then: dict[str, Any], block: bool
 ) -> None:
     model = make(base, **before)
@@ -79,9 +79,7 @@ def test_with_all_that_is_frozen_it_takes_as_many_times_the_bytes(base: Path, tm
     wrapped(model).close()
 
 
-def test_a_base_that_is_read_where_it_lies_is_read_once(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_base_on_disk_is_read_once(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(base, **PLACED[1])
     streamer.save(model, None, tmp_path / "0", step=0, frozen=False)
     monkeypatch.setattr(StoredTensors, "read", lambda *_: pytest.fail("it is read again"))
@@ -108,7 +106,7 @@ def test_another_base_is_refused_before_anything_is_changed(
     wrapped(other).close()
 
 
-def test_what_the_user_has_written_since_is_noticed(base: Path, tmp_path: Path) -> None:
+def test_later_writes_of_the_user_are_noticed(base: Path, tmp_path: Path) -> None:
     """At any later save, and in any value."""
     model = make(base)
     streamer.save(model, None, tmp_path / "first", step=0, frozen=False)

@@ -75,7 +75,7 @@ def test_keys_of_the_trainer_pass_through(tmp_path: Path) -> None:
         ("[model", [], "not TOML in UTF-8"),
     ],
 )
-def test_one_line_says_what_is_wrong(text: str, overrides: list[str], expected: str, tmp_path: Path) -> None:
+def test_errors_are_one_line(text: str, overrides: list[str], expected: str, tmp_path: Path) -> None:
     assert expected in error_of(load_config, written(tmp_path, text), overrides)
 
 

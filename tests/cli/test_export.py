@@ -71,7 +71,7 @@ def test_weights_are_the_masters(dtype: str, run: Path, tmp_path: Path) -> None:
     )
 
 
-def test_what_cannot_be_exported(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_cannot_be_exported(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "the path exists already" in refused(capsys, "export", str(run), "--to", str(tmp_path))
     assert "has no complete one" in refused(
         capsys, "export", str(tmp_path / "x"), "--to", str(tmp_path / "out")

@@ -116,7 +116,7 @@ def test_losses_are_those_of_plain_pytorch(
     assert logged(tmp_path / "run", "val_loss")[-1]["val_loss"] == pytest.approx(sum(losses) / 2, rel=1e-4)
 
 
-def test_what_a_run_leaves(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_a_run(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(config), *sets("train.save_total_limit=1")]) == 0
     printed, out = capsys.readouterr().out, tmp_path / "run"
     assert {path.name for path in out.iterdir()} == {
@@ -208,7 +208,7 @@ def test_ctrl_c_saves(
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_cannot_run_is_one_line(
+def test_bad_settings_are_refused_in_one_line(
     settings: list[str], expected: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", str(config), *sets(*settings)]) == 2

@@ -66,7 +66,7 @@ class Place:
         self._bin = self._env / "bin"
         [site] = self._env.glob("lib/python*/site-packages")
         self.installed = site / "streamer_native"
-        # the libraries, but not this checkout's own installation, of which a file there tells
+        # the libraries, but not this checkout's own installation, which a file there names
         libraries = {
             Path(str(find_spec(name).origin)).parents[1] for name in ("torch", "peft", "trl", "matplotlib")
         }  # type: ignore[union-attr]
@@ -183,14 +183,14 @@ def test_a_folder_becomes_a_trained_model(tmp_path: Path) -> None:
     assert "train: 60 documents of " in shown and "⟦" in shown
     assert not (run / "summary.json").exists(), "it was to be killed before its end"
     finishing = [["plot", "runs/full"], ["export", "runs/full", "--to", out.name]]
-    told = place.streamer(["train", *command, "--resume"], *finishing)
-    assert "tokens/s" in told and "training.png" in told
+    printed = place.streamer(["train", *command, "--resume"], *finishing)
+    assert "tokens/s" in printed and "training.png" in printed
     pictures = {path.name: path.stat().st_size for path in (run / "plots").iterdir()}
     assert {"training.png", "lanes.png", "timeline.png"} <= pictures.keys()
     assert min(pictures.values()) > 5000
     check_what_is_left(run, out, transformers.AutoModelForCausalLM.from_pretrained(run / "model"))
 
-    # an editable installation after the wheel: what had been written beside the wheel's sources kept a folder
+    # an editable installation after the wheel: files next to the wheel's sources kept a folder
     # alive in its place, which hid the package
     assert place.installed.exists()
     place.install("--editable", str(place.sources))

@@ -204,7 +204,7 @@ def test_a_folder_that_is_quantized_already_is_trained_as_it_is(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_trained_is_one_line(
+def test_bases_that_cannot_be_trained_are_refused_in_one_line(
     settings: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = command(*settings)

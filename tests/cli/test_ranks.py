@@ -27,14 +27,14 @@ def commands(
     rank: int,
     size: int,
     places: Sequence[Mapping[str, str]],
-    given: Sequence[Sequence[str]],
+    runs: Sequence[Sequence[str]],
     spoil: Callable[[int], None] | None,
 ) -> list[Result]:
     """What each command ends with, run as torchrun would: its exit code, stdout and stderr."""
     os.chdir(HOME)
     results = []
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    for place, arguments in zip(places, given, strict=True):
+    for place, arguments in zip(places, runs, strict=True):
         os.environ.update({**place, **{name: str(value) for name, value in names.items()}})
         if spoil is not None:
             spoil(rank)
@@ -45,15 +45,15 @@ def commands(
     return results
 
 
-def under_torchrun(*given: Sequence[str], spoil: Callable[[int], None] | None = None) -> list[list[Result]]:
+def under_torchrun(*runs: Sequence[str], spoil: Callable[[int], None] | None = None) -> list[list[Result]]:
     """The results of each command, by rank."""
-    stores = [listening() for _ in given]
+    stores = [listening() for _ in runs]
     places = [place for _, place in stores]
-    by_rank = run_ranks(2, commands, 2, places, given, spoil, kind=None)
+    by_rank = run_ranks(2, commands, 2, places, runs, spoil, kind=None)
     return [*map(list, zip(*by_rank, strict=True))]
 
 
-def test_two_ranks_train_what_one_does_and_resume_each_other(config: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_does_and_resume_each_other(config: Path, tmp_path: Path) -> None:
     half = ["train", str(config), *sets("train.per_device_train_batch_size=2", "train.max_grad_norm=0")]
     one = [*half, *sets("train.gradient_accumulation_steps=2")]
     assert main([*one, "--output", str(tmp_path / "one")]) == 0
@@ -92,7 +92,7 @@ def test_a_signal_to_one_rank_saves_on_all(config: Path, tmp_path: Path) -> None
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
-def test_what_cannot_run_ends_all_ranks(config: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_refused_ends_all_ranks(config: Path, tmp_path: Path) -> None:
     [results] = under_torchrun(["train", str(config), *sets("train.max_length=17")])
     assert [code for code, _, _ in results] == [2, 2]
     assert "the model cannot run on sequences" in results[0][2]

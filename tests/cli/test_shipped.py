@@ -40,19 +40,19 @@ def test_configs_are_listed_and_copied(
     assert load_config(tmp_path / "mine.toml") == load_config(copied)
 
 
-@pytest.mark.parametrize("given", ["gpt2-demo", "gpt2-demo.toml", "configs/gpt2-demo.toml"])
+@pytest.mark.parametrize("name", ["gpt2-demo", "gpt2-demo.toml", "configs/gpt2-demo.toml"])
 def test_a_config_of_streamers_own_is_found_from_any_folder(
-    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert shipped.config_path(given) == HOME / "configs" / "gpt2-demo.toml"
+    assert shipped.config_path(name) == HOME / "configs" / "gpt2-demo.toml"
     for other in ("gpt3-demo", "mine/gpt2-demo.toml", "gpt2-demo.json"):
         assert shipped.config_path(other) == Path(other)
     # one's own of that name comes first
-    own = tmp_path / given
+    own = tmp_path / name
     own.parent.mkdir(exist_ok=True)
     own.write_text("")
-    assert shipped.config_path(given) == Path(given)
+    assert shipped.config_path(name) == Path(name)
 
 
 def test_its_model_is_found_there_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

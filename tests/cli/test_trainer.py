@@ -75,7 +75,7 @@ def stop_after(step: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Stopping, "on_step_end", stopped)
 
 
-def test_what_a_run_leaves(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_a_run(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sampling = ['sample.prompts=["after 3?"]', "sample.chat=true", "sample.every=3", "sample.tokens=4"]
     assert main(command(*sampling)) == 0
     printed, out = capsys.readouterr().out, Path("run")
@@ -223,7 +223,7 @@ def test_a_folder_is_trained_with_lion() -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_cannot_run_is_one_line(
+def test_bad_settings_are_refused_in_one_line(
     settings: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(command(*settings)) == 2
@@ -285,7 +285,7 @@ def trained(rank: int, size: int, place: dict[str, str], folder: str) -> int:
     return main(command("train.per_device_train_batch_size=1", 'train.output_dir="two"'))
 
 
-def test_two_ranks_train_what_one_does(work: Path) -> None:
+def test_two_ranks_train_as_one_does(work: Path) -> None:
     assert main(command()) == 0
     _store, place = listening()
     imports = ("trl.trainer.sft_trainer", "streamer.cli.trainer")

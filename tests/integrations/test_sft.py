@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on a streamed model, beside the same on a plain one."""
+"""TRL's SFTTrainer on a streamed model, compared with one on a plain model."""
 
 from __future__ import annotations
 

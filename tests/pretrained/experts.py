@@ -29,8 +29,8 @@ def adapt(model: nn.Module) -> Any:
 
 
 def streamed(folder: Path, **options: Any) -> Any:
-    given = {"adapt": adapt, "dtype": torch.bfloat16, "device": "cpu"} | options
-    return streamer.from_pretrained(folder, **given).train()
+    options = {"adapt": adapt, "dtype": torch.bfloat16, "device": "cpu"} | options
+    return streamer.from_pretrained(folder, **options).train()
 
 
 def experts_of(model: nn.Module) -> list[Any]:
@@ -48,18 +48,18 @@ def trains_alike_on_disk(
     folder: Path, disk: bool | str, look: Callable[[HostShard], None] = lambda shard: None, **options: Any
 ) -> None:
     """With all layers on ``disk``, whose shards are shown to ``look``, as without."""
-    seen = []
-    for given in ({}, {"disk": disk, "host_memory": least_memory(folder, adapt=adapt, disk=disk, **options)}):
+    histories = []
+    for more in ({}, {"disk": disk, "host_memory": least_memory(folder, adapt=adapt, disk=disk, **options)}):
         torch.manual_seed(3)
-        model = streamed(folder, **given, **options)
+        model = streamed(folder, **more, **options)
         for shard in wrapped(model).executor.store.shards[:-1]:
-            assert shard.is_out == bool(given)
-            if given:
+            assert shard.is_out == bool(more)
+            if more:
                 look(shard)
-        seen.append(history(model))
+        histories.append(history(model))
         streamer.unwrap(model)
-        seen[-1] += [experts.down_proj.detach() for experts in experts_of(model)]
-    assert_equal(*seen)
+        histories[-1] += [experts.down_proj.detach() for experts in experts_of(model)]
+    assert_equal(*histories)
 
 
 def with_rules(monkeypatch: pytest.MonkeyPatch, operation: Any) -> None:

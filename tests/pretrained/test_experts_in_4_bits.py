@@ -1,5 +1,5 @@
-"""Mixtures whose experts lie one by one in their files, each in 4 bits, beside the values that bitsandbytes
-makes of each expert."""
+"""Mixtures with experts in 4 bits, each a tensor of its own in the files, compared with the values that
+bitsandbytes computes for each expert."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ OF_EXPERTS = {
     "mixtral": {"num_local_experts": 4, "intermediate_size": 256},
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 256, "head_dim": 16},
 }
-#: What `quantize_4bit` is given.
+#: Options of `quantize_4bit`.
 KINDS: dict[str, dict[str, Any]] = {
     "nf4": {"quant_type": "nf4"},
     "fp4": {"quant_type": "fp4"},
@@ -158,7 +158,7 @@ def test_they_train_as_their_values(mixture: Path, kind: str, activations: str, 
         assert torch.equal(logits(each), expected)
 
 
-def test_linear_modules_are_in_4_bits_beside_them(mixture: Path, tmp_path: Path) -> None:
+def test_linear_modules_are_in_4_bits_too(mixture: Path, tmp_path: Path) -> None:
     """As a whole model is published."""
     in_4_bits(
         mixture,
@@ -273,7 +273,7 @@ WHY = {
 def test_those_that_are_no_stack_of_codes_are_dequantized(
     why: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a warning that tells why; and with the same values. What can stay in 4 bits does."""
+    """With a warning that names the reason, and with the same values. The others stay in 4 bits."""
     folder, four, values = mixture, tmp_path / "4", tmp_path / "values"
     if why == "blocks":
         folder = written(tmp_path / "odd", "mixtral", hidden_size=48, intermediate_size=22)
@@ -301,14 +301,14 @@ def test_those_that_are_no_stack_of_codes_are_dequantized(
     with pytest.warns(UserWarning, match="and dequantized during reading, since") as warned:
         model = streamer.from_pretrained(four, device="cpu")
     streamer.unwrap(model)
-    (told,) = (str(each.message) for each in warned if "dequantized" in str(each.message))
+    (warning,) = (str(each.message) for each in warned if "dequantized" in str(each.message))
     assert_same_experts(model, reference)
     for experts in experts_of(model):
         parametrized = getattr(experts, "parametrizations", {})
         assert ("down_proj" in parametrized) != why.startswith("blocks")
         assert "gate_up_proj" not in parametrized
-    assert re.search(WHY[why], told) and re.search(r"layers\.0\..*experts\.0\.w1\.weight", told)
-    assert ("w2" in told) == why.startswith("blocks")
+    assert re.search(WHY[why], warning) and re.search(r"layers\.0\..*experts\.0\.w1\.weight", warning)
+    assert ("w2" in warning) == why.startswith("blocks")
 
 
 def replace(held: dict[str, torch.Tensor], changed: dict[str, torch.Tensor]) -> None:

@@ -45,7 +45,7 @@ CASES = [
 
 @pytest.mark.filterwarnings("ignore")  # the library's own, on tiny configs
 @pytest.mark.parametrize(("name", "size"), CASES)
-def test_it_is_what_the_library_loads(name: str, size: str, tmp_path: Path) -> None:
+def test_it_equals_the_model_that_the_library_loads(name: str, size: str, tmp_path: Path) -> None:
     architecture = ALL[name]
     kind = type(saved(tmp_path, name, max_shard_size=size))
     assert (len(list(tmp_path.glob("*.safetensors"))) > 2) == (size != "5GB")
@@ -73,7 +73,7 @@ def seeded_loss(architecture: Architecture, model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "bert"])
-def test_training_goes_on_as_from_what_the_library_loads(name: str, tmp_path: Path) -> None:
+def test_training_equals_that_of_the_model_that_the_library_loads(name: str, tmp_path: Path) -> None:
     architecture = ALL[name]
     kind = type(saved(tmp_path, name))
     mine, theirs = load(tmp_path).train(), kind.from_pretrained(tmp_path).train()
@@ -93,17 +93,17 @@ def test_training_goes_on_as_from_what_the_library_loads(name: str, tmp_path: Pa
     streamer.unwrap(mine)
 
 
-def test_the_class_is_the_one_of_the_config_or_the_one_that_is_given(gpt2: Path) -> None:
+def test_the_class_is_that_of_the_config_or_of_the_argument(gpt2: Path) -> None:
     full, body = transformers.GPT2LMHeadModel, transformers.GPT2Model
     expected = full.from_pretrained(gpt2)
-    for given, kind in (
+    for arguments, kind in (
         ((), full),
         ((full, "transformer.h"), full),
         ((transformers.AutoModelForCausalLM,), full),
         ((body, "h"), body),
         ((transformers.AutoModel,), body),
     ):
-        model = unwrapped(gpt2, *given)
+        model = unwrapped(gpt2, *arguments)
         assert type(model) is kind
         same = expected if kind is full else expected.transformer
         assert differing(model.state_dict(), same.state_dict()) == []
@@ -143,7 +143,7 @@ def test_a_config_in_place_of_the_one_in_the_folder(gpt2: Path) -> None:
     streamer.unwrap(model)
 
 
-def test_what_is_saved_again_is_what_the_library_loads(tmp_path: Path) -> None:
+def test_the_library_loads_a_model_that_is_saved_again(tmp_path: Path) -> None:
     before = saved(tmp_path / "one", "mixtral")
     unwrapped(tmp_path / "one").save_pretrained(tmp_path / "two")
     after = type(before).from_pretrained(tmp_path / "two")
@@ -330,7 +330,7 @@ print(json.dumps(dict(
 
 
 @LINUX
-def test_beside_the_shards_there_is_never_more_than_a_layer(tmp_path: Path) -> None:
+def test_memory_is_that_of_the_shards_and_at_most_one_layer(tmp_path: Path) -> None:
     path = str(tmp_path / FILE)
     tensor, layer = 2 * MIB, 8 * MIB
     names = [f"layers.{layer}.parts.{part}.weight" for layer in range(10) for part in range(4)]
@@ -338,9 +338,9 @@ def test_beside_the_shards_there_is_never_more_than_a_layer(tmp_path: Path) -> N
     program = CHILD.format(root=ROOT, path=path)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
-    weights = sum(seen["host"].get(name, 0) for name in ("weights", "remainders"))
+    found = json.loads(done.stdout)
+    weights = sum(found["host"].get(name, 0) for name in ("weights", "remainders"))
     assert weights == 10 * layer
     # a layer on its way, and of the files the tensor that is being read
-    assert seen["peak"] - seen["empty"] <= weights + layer + tensor + 4 * MIB
-    assert not seen["mapped"]
+    assert found["peak"] - found["empty"] <= weights + layer + tensor + 4 * MIB
+    assert not found["mapped"]

@@ -56,7 +56,7 @@ class Base(nn.Module):
 
 
 class Adapter(nn.Module):
-    """A frozen linear layer, beside it two small matrices that are trained."""
+    """A frozen linear layer with two small matrices that are trained."""
 
     def __init__(self, base: nn.Linear, generator: torch.Generator) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def stored(path: Path, dtype: torch.dtype = BF16, *, shift: int = 0, seed: int =
 
 
 def make(path: Path, disk: Any = None, *, stay: float | None = None, **options: Any) -> nn.Module:
-    """With ``stay`` the budget of host memory has room for as many layers beside the least there must be."""
+    """With ``stay`` the budget of host memory has room for as many layers more than the least."""
     options = {"layers": "layers", "adapt": adapt} | options
     if "backend" not in options:
         options["device"] = "cpu"
@@ -242,7 +242,9 @@ def overwrites(model: nn.Module, number: int) -> None:
 
 
 @pytest.mark.parametrize("between", [merges, overwrites])
-def test_what_the_user_writes_is_what_runs(between: Callable[[nn.Module, int], None], tmp_path: Path) -> None:
+def test_values_that_the_user_writes_take_effect(
+    between: Callable[[nn.Module, int], None], tmp_path: Path
+) -> None:
     path = stored(tmp_path / "base.safetensors")
     before = path.read_bytes()
     model = make(path, True, stay=2)
@@ -273,7 +275,7 @@ def test_a_checkpoint_goes_on_in_place_and_one_of_another_base_is_refused(tmp_pa
         streamer.unwrap(model)
 
 
-def test_trained_layers_go_to_a_folder_beside(tmp_path: Path) -> None:
+def test_trained_layers_go_to_a_folder_in_addition(tmp_path: Path) -> None:
     """What is not frozen is written where it may be."""
 
     def half(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Tensors that are others put one after the other, beside what PyTorch makes of their values."""
+"""Tensors that are concatenations of others, compared with PyTorch's results for their values."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ OTHERWISE: dict[str, tuple[Made, list[tuple[int, ...]]]] = {
 @pytest.mark.parametrize("name", [*IN_ORDER, *OTHERWISE])
 def test_pieces_are_those_of_the_values(name: str) -> None:
     make, shapes = (IN_ORDER | OTHERWISE)[name]
-    stored = [Stored(str(n), Path("file"), torch.float32, shape) for n, shape in enumerate(shapes)]
+    stored = [Stored(str(n), Path("file"), torch.float32, shape, 0) for n, shape in enumerate(shapes)]
     joining = Joining()
     with joining:
         made = make([*map(joining.empty, stored)])

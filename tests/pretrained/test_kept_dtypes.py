@@ -153,8 +153,8 @@ def test_a_folder_in_16_bits_is_computed_as_the_library_does(name: str, tmp_path
     write(tmp_path, name)
     rewritten(tmp_path / FILE, lambda held: held.update({k: v.to(dtype) for k, v in held.items()}))
     theirs = kind_of(name).from_pretrained(tmp_path, dtype=dtype)
-    for asked in (None, dtype):
-        with loaded(tmp_path, dtype=asked) as mine:
+    for wanted in (None, dtype):
+        with loaded(tmp_path, dtype=wanted) as mine:
             assert streamed_in(mine) == {key: param.dtype for key, param in theirs.named_parameters()}
             assert torch.equal(logits(mine), logits(theirs))
 
@@ -180,7 +180,7 @@ def test_layers_of_two_dtypes_have_the_gradients_of_the_plain_model(
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])
-def test_an_fp32_router_beside_bf16_weights_is_updated_in_fp32(update: str, tmp_path: Path) -> None:
+def test_an_fp32_router_of_a_bf16_model_is_updated_in_fp32(update: str, tmp_path: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(write(tmp_path, "glm4 moe"), dtype=BF16).train()
     tokens = torch.arange(24).view(2, 12)
     settings = {"lr": 1e-6, "weight_decay": 0.0}
@@ -203,7 +203,7 @@ def test_frozen_weights_are_read_from_the_files(tmp_path: Path) -> None:
         assert torch.equal(logits(mine), logits(theirs))
 
 
-def test_quantization_leaves_out_what_the_library_does(tmp_path: Path) -> None:
+def test_quantization_leaves_out_the_same_weights_as_the_library(tmp_path: Path) -> None:
     """Of quantized weights T5 would take the dtype of their codes for that of its inputs."""
     pytest.importorskip("torchao", reason="needs torchao (pip install '.[quantize]')")
     write(tmp_path, "t5")
@@ -272,7 +272,7 @@ def test_a_plan_counts_the_bytes_of_the_run(has_weights: bool, glm4: Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore")  # the library's own, while it writes
-def test_a_run_writes_in_fp32_what_it_trains_in_fp32(glm4: Path) -> None:
+def test_a_run_writes_weights_trained_in_fp32_in_fp32(glm4: Path) -> None:
     dtypes, config = dtypes_there(glm4), config_of(glm4)
     assert main(["train", str(config)]) == 0
     run, exported = glm4 / "run", glm4 / "exported"

@@ -29,7 +29,8 @@ from transformers import (
 
 import streamer
 from streamer.engine.handle import wrapped
-from streamer.pretrained.quantize import SCHEMES, quantize_weights
+from streamer.pretrained.quantize import quantize_weights
+from streamer.quantized.schemes import SCHEMES
 from tests.model_folders import rewritten
 from tests.on_disk import least_of
 from tests.optim.masters import MASTER, master
@@ -99,8 +100,8 @@ def plain(folder: Path, quantization: Any = None) -> nn.Module:
 
 
 def streamed(folder: Path, **options: Any) -> Any:
-    given = {"adapt": adapt, "dtype": BF16, "device": "cpu"} | options
-    return streamer.from_pretrained(folder, **given).train()
+    options = {"adapt": adapt, "dtype": BF16, "device": "cpu"} | options
+    return streamer.from_pretrained(folder, **options).train()
 
 
 def take_adapters(reference: nn.Module, model: nn.Module) -> None:
@@ -117,7 +118,7 @@ def take_adapters(reference: nn.Module, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(("word", "activations"), in_turn(WORDS, ["recompute", "keep"]))
-def test_it_trains_as_what_transformers_quantizes(word: str, activations: str, llama: Path) -> None:
+def test_it_trains_as_a_model_quantized_by_transformers(word: str, activations: str, llama: Path) -> None:
     reference = plain(llama, CONFIGS[word]())
     model = streamed(llama, quantize=word, activations=activations)
     take_adapters(reference, model)
@@ -141,8 +142,8 @@ def _told(model: Any) -> dict[str, Any]:
     card = base.config.quantization_config.to_dict()
     for left_out in ("llm_int8_skip_modules", "modules_to_not_convert"):
         card.pop(left_out, None)
-    told = {name: getattr(base, name, None) for name in names}
-    return told | {"in config": getattr(base.config, "_is_quantized", None)} | card
+    marks = {name: getattr(base, name, None) for name in names}
+    return marks | {"in config": getattr(base.config, "_is_quantized", None)} | card
 
 
 def _values(param: Any) -> torch.Tensor:
@@ -253,8 +254,8 @@ import gc, re, sys, threading, time
 import torch, streamer, transformers, bitsandbytes
 
 def taken():
-    told = open("/proc/self/status").read()
-    return int(re.search(r"RssAnon:\\s+(\\d+)", told)[1])
+    status = open("/proc/self/status").read()
+    return int(re.search(r"RssAnon:\\s+(\\d+)", status)[1])
 
 def watch():
     while True:
@@ -294,7 +295,7 @@ def test_a_base_that_is_larger_than_memory_is_read_within_it(llama: Path, tmp_pa
     whole = sum(tensor.nbytes for tensor in values.values())
     save_file(values, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(tmp_path)
-    # Beside what the model takes there are a slot, and a tensor on its way: on the CPU bitsandbytes takes 64
+    # In addition to the model there are a slot, and a tensor that is copied: on the CPU bitsandbytes takes 64
     # bytes for each element of it. Pages of the mapped file do not count.
     done = subprocess.run(
         [sys.executable, "-c", _PEAK, str(llama), str(tmp_path)],
@@ -342,7 +343,9 @@ class Experts(nn.Module):
         self.experts = nn.Parameter(torch.empty(count, width, width, dtype=torch.bfloat16))
 
 
-def test_what_cannot_be_quantized(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_cannot_be_quantized(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refused(r"quantize='int4': it is one of 'int8', 'nf4', or None", llama, quantize="int4")
     refused(r"'down_prj' matches the name of no linear .*q_proj", llama, quantize="nf4", skip="down_prj")
     refused(r"skip=.*: use regular expressions", llama, quantize="nf4", skip="(")
@@ -388,10 +391,10 @@ def test_quantized_files_that_are_not_whole(llama: Path, tmp_path: Path) -> None
     stored_quantized(llama, tmp_path / "ao", int8())
     file = tmp_path / "ao/model.safetensors"
     with safe_open(file, "pt") as opened:
-        told = opened.metadata()
+        metadata = opened.metadata()
     left = load_file(file)
     del left[f"{weight.removesuffix('weight')}_weight_scale"]
-    save_file(left, file, metadata=told)
+    save_file(left, file, metadata=metadata)
     refused(rf"'{weight}' is not whole in its file: .*up_proj\._weight_scale is missing", tmp_path / "ao")
     rewritten(tmp_path / "4/model.safetensors", lambda held: held.pop(f"{weight}.absmax"))
     refused(rf"'{weight}' is not whole in its file .*absmax", tmp_path / "4")
@@ -414,7 +417,7 @@ def test_quantized_files_that_are_not_whole(llama: Path, tmp_path: Path) -> None
     refused(r"with scales of .* for blocks of \[48, 128\], which do not divide it", tmp_path / "8")
 
 
-def test_what_is_quantized_while_it_is_read_is_not_read_where_it_lies(tmp_path: Path) -> None:
+def test_weights_quantized_during_reading_are_not_read_from_their_files(tmp_path: Path) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Mixtures whose experts are quantized while they are read, beside the libraries' own quantization."""
+"""Mixtures whose experts are quantized during reading, compared with the libraries' own quantization."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
 from streamer.planner.machine import RTX_4090
 from streamer.planner.step import ROUNDING, StepPlan, plan_step
-from streamer.pretrained.quantize import SCHEMES
+from streamer.quantized.schemes import SCHEMES
 from tests.model_folders import rewritten
 from tests.pretrained.experts import (
     ATTENTION,
@@ -130,7 +130,7 @@ OTHER_OPTIONS = ({"activations": "keep", "num_slots": 1},)
     indirect=["mixture"],
     ids=OF_EXPERTS,
 )
-def test_it_trains_as_what_the_library_quantizes(
+def test_it_trains_as_a_model_quantized_by_the_library(
     word: str, mixture: Path, others: tuple[dict[str, Any], ...]
 ) -> None:
     reference = plain(mixture, word)
@@ -189,8 +189,8 @@ def test_a_plan_has_every_byte(word: str, mixture: Path) -> None:
 
 
 def test_values_of_experts_are_in_a_plan(word: str, mixture: Path) -> None:
-    """On the device beside the codes, while a layer runs, or with its graph; and in its time. What an exact
-    layer needs most beside its weights it may need at another moment."""
+    """On the device, in addition to the codes, while a layer runs, or with its graph; and in its time. The
+    peak of an exact layer, less its weights, may be at another moment."""
     stacks = 2 * 3 * 4 * 64 * 96
     for activations, graphs in (("recompute", 1), ("keep", 2)):
         exact, quantized = (planned(mixture, each, activations=activations) for each in (None, word))
@@ -281,7 +281,7 @@ def plain_fp8(folder: Path) -> nn.Module:
     return adapt(model).train()
 
 
-def test_what_is_skipped_stays_exact(word: str, mixture: Path) -> None:
+def test_skipped_weights_stay_exact(word: str, mixture: Path) -> None:
     model = streamed(mixture, quantize=word, skip=[r"0\.mlp\.experts", "down_proj"])
     params = {name: param for name, param in model.named_parameters() if "mlp" in name and "lora" not in name}
     streamer.unwrap(model)

@@ -16,7 +16,7 @@ from streamer.backends.base import DISKS, Backend
 from streamer.backends.disk import Scratch
 from streamer.backends.select import backend_for
 from streamer.cli.calibrate.machine_file import device_name, dump_machine, memory_bytes
-from streamer.cli.calibrate.measure import Found, Measurements, Sizes, Transfers, measure
+from streamer.cli.calibrate.measure import Found, Measurements, Sizes, measure, transfers
 from streamer.cli.config import ConfigError
 from streamer.errors import DiskError
 from streamer.planner.machine import CUDA, Beside, Machine, gpu_properties
@@ -47,15 +47,14 @@ def calibrate(*, device: str | None, output: Path, disk: Sequence[str] = ()) -> 
         raise ConfigError(f"--device: {error}") from None
     with ExitStack() as opened:
         opened.enter_context(closing(backend))
-        sizes, transfers = sizes_of(backend.device.type), None
-        if disk:
-            try:
-                transfers = Transfers(opened.enter_context(Scratch(disk)), sizes.disk_bytes)
-            except DiskError as error:
-                raise ConfigError(f"--disk: {error}") from error
+        sizes = sizes_of(backend.device.type)
+        try:
+            works = transfers(opened.enter_context(Scratch(disk)), sizes.disk_bytes) if disk else {}
+        except DiskError as error:
+            raise ConfigError(f"--disk: {error}") from error
         print(f"measuring {device_name(backend.device)}: {_described(sizes)}", flush=True)
         # kept until the backend is closed, which unregisters their page-locked memory
-        with closing(Measurements(backend, sizes, transfers)) as measurements:
+        with closing(Measurements(backend, sizes, works)) as measurements:
             found = measure(measurements, rounds=ROUNDS, budget_seconds=BUDGET_SECONDS)
         machine = machine_of(found, backend)
     print_table(found)

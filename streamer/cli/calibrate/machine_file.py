@@ -77,8 +77,8 @@ def load_machine(path: str | os.PathLike[str]) -> Machine:
 def dump_machine(machine: Machine, measured: Mapping[str, Any] | None = None) -> str:
     """``machine`` as TOML that `load_machine` reads back to an equal one; ``measured`` goes with it."""
     values = {key: value for key, value in vars(machine).items() if key != BESIDE}
-    tables = {MACHINE: values, BESIDE: vars(machine.beside), MEASURED: measured or {}}
-    return dump_tables({name: table for name, table in tables.items() if name != MEASURED or table})
+    tables = {MACHINE: values, BESIDE: vars(machine.beside)}
+    return dump_tables(tables | ({MEASURED: measured} if measured else {}))
 
 
 def machine(name_or_path: str, ranks: int = 1, machines: int = 1) -> Machine:
@@ -90,9 +90,8 @@ def machine(name_or_path: str, ranks: int = 1, machines: int = 1) -> Machine:
     unknown name, with the known ones, and as `load_machine` does.
     """
     if name_or_path.endswith(".toml") or os.sep in name_or_path:
-        found = load_machine(name_or_path)
-        found = found if ranks == 1 else replace(found, ranks=ranks)
-        return found if machines == 1 else replace(found, machines=machines)
+        counts = {name: count for name, count in (("ranks", ranks), ("machines", machines)) if count != 1}
+        return replace(load_machine(name_or_path), **counts)  # type: ignore[arg-type]
     try:
         return named_machine(name_or_path).of_ranks(ranks, machines)
     except ValueError as error:

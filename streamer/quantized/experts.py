@@ -63,33 +63,25 @@ def stacks_in(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, tuple[nn.Mod
     return {name: (module, key) for name, module, key in found.values()}
 
 
-def dequantize_in_forward(
-    module: nn.Module, key: str, weight: nn.Parameter, values: nn.Module | None = None
-) -> None:
-    """Register the quantized ``weight`` as ``key`` of ``module``, which then uses the results of ``values``,
-    by default of `Dequantized`."""
-    parametrize.register_parametrization(module, key, values or Dequantized(), unsafe=True)
-    original(module, key)._parameters["original"] = weight
-    if _begin not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(_begin)
-        module.register_forward_hook(_end, always_call=True)
-
-
-def dequantize_4_bits_in_forward(
-    module: nn.Module, key: str, weight: nn.Parameter, *, dtype: torch.dtype
-) -> None:
-    """Register the ``Params4bit`` ``weight`` as ``key`` of ``module``, which then uses its values in
-    ``dtype``.
+def dequantize_in_forward(module: nn.Module, key: str, weight: Any, dtype: torch.dtype) -> None:
+    """Register the quantized ``weight`` as ``key`` of ``module``, which then uses its values in ``dtype``.
 
     The hooks of `bitsandbytes.nn.parametrize` write one offset for a weight into a ``state_dict``, but a
     stack has several. [Note: experts in 4 bits]
     """
-    state: Any = weight.quant_state  # type: ignore[attr-defined]
-    values = import_module("bitsandbytes.nn.parametrize").Bnb4bitParametrization(state)
-    dequantize_in_forward(module, key, weight, values)
-    if state.dtype != dtype:
-        original(module, key).append(Rounded(dtype))
-    module.register_state_dict_post_hook(partial(_with_all_parts, key=key))
+    state = getattr(weight, "quant_state", None)
+    values: nn.Module = Dequantized()
+    if state is not None:
+        values = import_module("bitsandbytes.nn.parametrize").Bnb4bitParametrization(state)
+    parametrize.register_parametrization(module, key, values, unsafe=True)
+    original(module, key)._parameters["original"] = weight
+    if _begin not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_begin)
+        module.register_forward_hook(_end, always_call=True)
+    if state is not None:
+        if state.dtype != dtype:
+            original(module, key).append(Rounded(dtype))
+        module.register_state_dict_post_hook(partial(_with_all_parts, key=key))
 
 
 def _with_all_parts(module: nn.Module, held: dict[str, Any], prefix: str, _: object, *, key: str) -> None:
