@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -76,6 +76,8 @@ def skeleton(model: nn.Module) -> nn.Module:
     for tensor in (*model.buffers(), *(value for value in held if isinstance(value, torch.Tensor))):
         without = torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
         memo.setdefault(id(tensor), without)
+    # most of what a module holds are empty dicts of hooks, for which deepcopy takes long
+    memo |= {id(value): OrderedDict() for value in held if type(value) is OrderedDict and not value}
     try:
         return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from streamer.backends.base import DISKS, SPECIAL, Lane
-from streamer.cli.build import settle_fp16, without_values
+from streamer.cli.build import settle_fp16
 from streamer.cli.calibrate import machine_file
 from streamer.cli.config import Config, ConfigError, dump_config, quoted, with_keys
 from streamer.cli.plan.planning import Models, RunPlan, RunPlanOf, plan_run, settle, this_machine
@@ -52,7 +52,8 @@ def check_memory(config: Config, ranks: int = 1, machines: int = 1) -> RunPlan |
     """
     try:
         machine, _ = this_machine(config.stream, ranks, machines)
-        model = without_values(config)
+        models = Models()
+        model = models.plain(config)
     except (TypeError, ValueError):
         return None  # which building the model is about to refuse, in better words
     if not isinstance(model, nn.Module):
@@ -63,7 +64,7 @@ def check_memory(config: Config, ranks: int = 1, machines: int = 1) -> RunPlan |
     leaves_room = config.stream.disk is not None and "offload" in str(config.stream.activations)
     if at_most < min(machine.device_bytes, machine.host_bytes) / 2 and not leaves_room:
         return None
-    plan_of = Plans(machine)
+    plan_of = Plans(machine, models)
     try:
         plan = plan_of(config)
     except ConfigError as error:
@@ -79,9 +80,9 @@ class Plans:
     """Plans of configs on one machine, each planned once. After `SILENCE` a line says that more are under
     way."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, models: Models) -> None:
         self._machine = machine
-        self._models = Models()
+        self._models = models
         self._known: dict[str, RunPlan] = {}
         self._said = time.monotonic()
 
@@ -131,8 +132,9 @@ def plan(
     config, dtype_line = settle_fp16(config)
     if dtype_line is not None and not as_json:
         print(f"{dtype_line}\n")
-    config, chosen = settle(config, machine)
-    plan_of = Plans(machine)
+    models = Models()
+    config, chosen = settle(config, machine, models=models)
+    plan_of = Plans(machine, models)
     if as_json:
         listed: dict[str, Any] = {"chosen": None, "considered": None}
         if chosen is not None:
@@ -185,7 +187,8 @@ def plan_table(
         )
     for name, machine in there.items():
         for size in sizes_of_batches:
-            of_row, _ = settle(with_keys(config, train={"per_device_train_batch_size": size}), machine)
+            of_size = with_keys(config, train={"per_device_train_batch_size": size})
+            of_row, _ = settle(of_size, machine, models=models)
             planned = plan_run(of_row, machine, models)
             rows.append({"machine": name, **figures(planned)})
             if not as_json:

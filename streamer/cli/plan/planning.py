@@ -202,7 +202,11 @@ def plan_run(config: Config, machine: Machine, models: Models | None = None) -> 
 
     Raises ConfigError for a config that cannot be run, and for a model that cannot run without values.
     """
-    options = wrap_options(config)
+    models = models or Models()
+    with refusals("[model]"):
+        plain = models.plain(config)
+    with refusals("[stream]"):
+        options = wrap_options(config, plain)
     in_memory = options | {"host_memory": None, "disk": None}
     if config.stream.disk is None:
         return _plan_with(in_memory, config, machine, models)
@@ -218,9 +222,7 @@ def plan_run(config: Config, machine: Machine, models: Models | None = None) -> 
         return replace(plan, beyond_disk=in_keys(str(error).partition("\n")[0]))
 
 
-def _plan_with(
-    options: Mapping[str, Any], config: Config, machine: Machine, models: Models | None
-) -> RunPlan:
+def _plan_with(options: Mapping[str, Any], config: Config, machine: Machine, models: Models) -> RunPlan:
     """A plan with these ``options`` of `streamer.wrap`; MemoryError if their ``host_memory`` is too small."""
     refused = None
     try:
@@ -231,9 +233,7 @@ def _plan_with(
     return _plan(config, machine, model, refused)
 
 
-def _wrapped(
-    options: Mapping[str, Any], config: Config, machine: Machine, models: Models | None
-) -> nn.Module:
+def _wrapped(options: Mapping[str, Any], config: Config, machine: Machine, models: Models) -> nn.Module:
     """The config's model on the virtual backend. With a disk what is frozen is where a run would find it: in
     the files of a pretrained model, if they are there. What is quantized there only they tell."""
     backend = VirtualBackend(machine.with_room())
@@ -248,7 +248,7 @@ def _wrapped(
             model = from_files(config, {**options, "disk": disks, "backend": backend})
         return model
     with refusals("[model]"):
-        model = (models or Models()).model(config)
+        model = models.model(config)
     with refusals("[stream]", besides=MemoryError):
         model = streamer.wrap(model, **options, backend=backend)
     return model
@@ -260,13 +260,19 @@ class Models:
     def __init__(self) -> None:
         self._built: dict[str, Any] = {}
 
+    def plain(self, config: Config) -> Any:
+        """The model of ``config`` without adapters, its weights not quantized; not to be changed."""
+        return self._once(replace(config, lora={}), quantized=False)
+
     def model(self, config: Config) -> Any:
-        """The model of ``config`` with its adapters, for parameters of ``stream.dtype``."""
-        key = repr((config.model, config.lora, config.stream.dtype))
+        """A copy of the model of ``config`` with its adapters, for parameters of ``stream.dtype``."""
+        return skeleton(self._once(config, quantized=_has_quantized(config)))
+
+    def _once(self, config: Config, *, quantized: bool) -> Any:
+        key = repr((config.model, config.lora, config.stream.dtype, quantized))
         if key not in self._built:
-            self._built[key] = without_values(config, quantized=_has_quantized(config))
-        found = self._built[key]
-        return skeleton(found) if isinstance(found, nn.Module) else found
+            self._built[key] = without_values(config, quantized=quantized)
+        return self._built[key]
 
 
 def _has_quantized(config: Config) -> bool:
@@ -345,6 +351,7 @@ def settle(
     *,
     ranks: int = 1,
     machines: int = 1,
+    models: Models | None = None,
 ) -> tuple[Config, Chosen | None]:
     """``config`` with a choice for each of ``stream.activations``, ``num_slots`` and ``micro_batch_size``
     that is "auto", and why each was chosen, or None if nothing was to be chosen.
@@ -354,6 +361,7 @@ def settle(
     Raises ConfigError for a config that cannot be run, and where nothing fits.
     """
     stream, asked = config.stream, may_be_auto(config.stream)
+    models = models or Models()
     if AUTO not in asked:
         return config, None
     try:
@@ -361,9 +369,9 @@ def settle(
             this_machine(stream, ranks, machines) if machine is None else (machine, room_on(machine, config))
         )
         room = replace(room, host_limit=limit_of(parse_bytes("host_memory", config.stream.host_memory)))
-        layers = find_layers(without_values(config), stream.layers)
+        layers = find_layers(models.plain(config), stream.layers)
         batch = config.train.per_device_train_batch_size
-        chosen = choose(_plan_of(config, machine), asked, room, layers=len(layers), batch=batch)
+        chosen = choose(_plan_of(config, machine, models), asked, room, layers=len(layers), batch=batch)
     except (TypeError, ValueError, MemoryError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError.of("[stream]", error) from error
     return with_keys(config, stream=chosen.choice.options()), chosen
@@ -376,9 +384,8 @@ def without_auto(config: Config) -> Config:
     return with_keys(config, stream=changed)
 
 
-def _plan_of(config: Config, machine: Machine) -> PlanOf:
-    """What plans a choice."""
-    models = Models()
+def _plan_of(config: Config, machine: Machine, models: Models) -> PlanOf:
+    """A function that plans a choice."""
 
     def plan(choice: Choice) -> StepPlan:
         # what fits is seen to by whoever chooses
