@@ -225,7 +225,7 @@ def update(backend: Backend, sizes: Sizes) -> tuple[int, Work]:
     return update.launches.nbytes(shard.share.elements), run
 
 
-#: Rates (per second), seconds and shares of `Machine` and `Beside`, by field, one for each round.
+#: Rates (per second), seconds and shares of `Machine` and `KeptRates`, by field, one for each round.
 Found = dict[str, list[float]]
 
 #: Pairs of lanes that are measured together: the first of each pair of groups.
@@ -293,7 +293,7 @@ class Measurements:
             self._watch.alone(lane, work)  # the first time is slower than all others
 
     def round(self) -> dict[str, float]:
-        """Fields of `Machine` and `Beside`, each measured once."""
+        """Fields of `Machine` and `KeptRates`, each measured once."""
         seconds = {name: self._watch.alone(Lane.COMPUTE, work) for name, work in self._computing.items()}
         values = _of_compute(seconds, self._counts)
         values["seconds_per_visit"] = self._visits.seconds()

@@ -57,7 +57,7 @@ def this_machine(stream: StreamConfig, ranks: int = 1, machines: int = 1) -> tup
 
 
 def room_on(machine: Machine, config: Config) -> Room:
-    """What there is for a run of ``config`` on ``machine``, beside the process itself."""
+    """What there is for a run of ``config`` on ``machine``, without what Python takes."""
     return Room(
         machine.device_bytes,
         machine.host_bytes - PROCESS_BYTES * machine.ranks,
@@ -213,8 +213,8 @@ def plan_run(config: Config, machine: Machine, models: Models | None = None) -> 
     room = max(1, room_on(machine, config).host_room())
     try:
         found = _plan_with(options | {"host_memory": room}, config, machine, models)
-        if found.step.host_beside and found.step.host_total > room:
-            room = max(1, room - found.step.host_beside)
+        if found.step.host_of_step and found.step.host_total > room:
+            room = max(1, room - found.step.host_of_step)
             found = _plan_with(options | {"host_memory": room}, config, machine, models)
         return found
     except MemoryError as error:
@@ -293,7 +293,7 @@ def _plan(
     except ConfigError as error:
         raise error.__cause__ if isinstance(error.__cause__, MemoryError) else error from None
     executor = wrapped(model).executor
-    # the plan shows what steps take beside what has its place by now
+    # a plan adds the needs of steps to the memory that is allocated by now
     executor.host_limit = UNLIMITED
     shape = config.train.per_device_train_batch_size, config.train.max_length
     # on the CPU, as data comes
@@ -360,9 +360,9 @@ def settle(
     sizes are then what is free now, and the rates those that `streamer.wrap` would take.
     Raises ConfigError for a config that cannot be run, and where nothing fits.
     """
-    stream, asked = config.stream, may_be_auto(config.stream)
+    stream, may_be = config.stream, may_be_auto(config.stream)
     models = models or Models()
-    if AUTO not in asked:
+    if AUTO not in may_be:
         return config, None
     try:
         machine, room = (
@@ -371,7 +371,7 @@ def settle(
         room = replace(room, host_limit=limit_of(parse_bytes("host_memory", config.stream.host_memory)))
         layers = find_layers(models.plain(config), stream.layers)
         batch = config.train.per_device_train_batch_size
-        chosen = choose(_plan_of(config, machine, models), asked, room, layers=len(layers), batch=batch)
+        chosen = choose(_plan_of(config, machine, models), may_be, room, layers=len(layers), batch=batch)
     except (TypeError, ValueError, MemoryError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError.of("[stream]", error) from error
     return with_keys(config, stream=chosen.choice.options()), chosen
@@ -388,7 +388,7 @@ def _plan_of(config: Config, machine: Machine, models: Models) -> PlanOf:
     """A function that plans a choice."""
 
     def plan(choice: Choice) -> StepPlan:
-        # what fits is seen to by whoever chooses
+        # `choose` checks what fits
         of_choice = with_keys(config, stream=choice.options() | {"device_memory": None})
         try:
             return plan_run(of_choice, machine, models).step
