@@ -108,7 +108,8 @@ class StepTracker(Tracker):
         machine = executor.backend.machine
         super().__init__(on_gpu=machine.kind == CUDA)
         self._workspaces = self.now = self.peak = workspace_bytes(machine)
-        self._executor = executor
+        # not the executor: buffers that it holds until they are freed hold this tracker
+        self._saved = executor.saved
         self._backend = executor.backend
         self._saved_at_peak = 0
 
@@ -117,7 +118,7 @@ class StepTracker(Tracker):
 
     def _note_peak(self) -> None:
         super()._note_peak()
-        self._saved_at_peak = self._executor.saved.now
+        self._saved_at_peak = self._saved.now
 
     def at_peak(self) -> dict[str, int]:
         """Bytes by owner when there were most; together `peak` and its rounding."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ import streamer
 from models.gpt2 import GPT
 from streamer.cli.config import load_config
 from streamer.cli.plan.planning import plan_run
+from streamer.engine.paging.executor import Executor
 from streamer.planner.machine import MACHINES, named_machine
 from tests.cli.test_plan_command import SMALL
 
@@ -100,3 +102,13 @@ def test_one_memory_is_not_counted_twice() -> None:
 def test_what_cannot_be_planned(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         streamer.plan(model(), TOKENS, **options)  # type: ignore[arg-type]
+
+
+def test_a_plan_leaves_no_model_behind() -> None:
+    def executors() -> int:
+        gc.collect()
+        return sum(type(each) is Executor for each in gc.get_objects())
+
+    before = executors()
+    streamer.plan(model(), TOKENS, layers="transformer.h", machine="rtx-4090")
+    assert executors() == before
