@@ -5,6 +5,8 @@ for other batches, and for the options that it leaves to be chosen.
 from __future__ import annotations
 
 import inspect
+import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -21,7 +23,7 @@ from streamer.backends.disk import Disks, Scratch
 from streamer.backends.select import backend_for
 from streamer.backends.virtual import VirtualBackend, VirtualScratch
 from streamer.cli.build import build_optimizer, from_files, refusals, without_values, wrap_options
-from streamer.cli.config import Config, ConfigError, StreamConfig, in_keys, with_keys
+from streamer.cli.config import TRAINER, Config, ConfigError, StreamConfig, dump_config, in_keys, with_keys
 from streamer.cli.plan.flops import model_flops_per_token
 from streamer.cli.run import Space, space_of
 from streamer.cli.step import loss_function, step_on
@@ -42,6 +44,8 @@ from streamer.store.ledger import UNLIMITED, Ledger, Room, Tier, limit_of
 
 #: Bytes of host memory that Python and its libraries take: a round figure, not a measurement.
 PROCESS, PROCESS_BYTES = "Python and its libraries", 1 << 30
+#: Seconds without a line after which one says how many plans there are by then.
+SILENCE = 10.0
 
 
 def this_machine(stream: StreamConfig, ranks: int = 1, machines: int = 1) -> tuple[Machine, Room]:
@@ -275,6 +279,26 @@ class Models:
         return self._built[key]
 
 
+class Plans:
+    """Plans of configs on one machine, each planned once. After `SILENCE` a line says that more are under
+    way."""
+
+    def __init__(self, machine: Machine, models: Models) -> None:
+        self._machine = machine
+        self._models = models
+        self._known: dict[str, RunPlan] = {}
+        self._said = time.monotonic()
+
+    def __call__(self, config: Config) -> RunPlan:
+        text = dump_config(config)
+        if text not in self._known:
+            self._known[text] = plan_run(config, self._machine, self._models)
+            if time.monotonic() - self._said > SILENCE:
+                self._said = time.monotonic()
+                print(f"{len(self._known)} steps planned", file=sys.stderr, flush=True)
+        return self._known[text]
+
+
 def _has_quantized(config: Config) -> bool:
     """Whether the config, or that of its pretrained model, has weights quantized."""
     folder = config.model.path
@@ -306,7 +330,7 @@ def _plan(
     batches = [(tokens, tokens, options)] * config.train.gradient_accumulation_steps
     step = partial(step_on, config, model, optimizer, loss_function(model), batches)
     try:
-        plan = plan_step(executor, step, packed=bool(config.trainer.get("packing", True)))
+        plan = plan_step(executor, step, packed=bool((TRAINER | config.trainer)["packing"]))
     except (NotImplementedError, RuntimeError) as error:
         raise ConfigError(_without_values(error)) from error
     except (ValueError, IndexError, TypeError) as error:
@@ -371,7 +395,9 @@ def settle(
         room = replace(room, host_limit=limit_of(parse_bytes("host_memory", config.stream.host_memory)))
         layers = find_layers(models.plain(config), stream.layers)
         batch = config.train.per_device_train_batch_size
-        chosen = choose(_plan_of(config, machine, models), may_be, room, layers=len(layers), batch=batch)
+        chosen = choose(
+            _plan_of(config, Plans(machine, models)), may_be, room, layers=len(layers), batch=batch
+        )
     except (TypeError, ValueError, MemoryError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError.of("[stream]", error) from error
     return with_keys(config, stream=chosen.choice.options()), chosen
@@ -384,14 +410,14 @@ def without_auto(config: Config) -> Config:
     return with_keys(config, stream=changed)
 
 
-def _plan_of(config: Config, machine: Machine, models: Models) -> PlanOf:
-    """A function that plans a choice."""
+def _plan_of(config: Config, plans: Plans) -> PlanOf:
+    """A function that plans a choice for ``config``."""
 
     def plan(choice: Choice) -> StepPlan:
         # `choose` checks what fits
         of_choice = with_keys(config, stream=choice.options() | {"device_memory": None})
         try:
-            return plan_run(of_choice, machine, models).step
+            return plans(of_choice).step
         except ConfigError as error:
             if isinstance(error.__cause__, AmbiguousBatchError):
                 raise error.__cause__ from None
