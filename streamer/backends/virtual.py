@@ -23,7 +23,7 @@ from streamer.backends.machines import Placement
 from streamer.backends.ranks import Mean, Ranks
 from streamer.backends.stored_tensors import Pieces, StoredTensor
 from streamer.planner.cost import NOTHING, Cost, DeviceKernels, Operations, SeesOperations
-from streamer.planner.machine import CPU, CUDA, Beside, Machine
+from streamer.planner.machine import CPU, CUDA, KeptRates, Machine
 
 T = TypeVar("T")
 
@@ -54,13 +54,13 @@ class Clock:
     """The lanes of a machine: each begins as its queue and its waits allow, and no sooner than the loop has
     issued its work, which runs ahead of a GPU.
 
-    Work at the same time as other lanes takes longer by what each of them adds (``beside``). It is slowed by
+    Work at the same time as other lanes takes longer by what each of them adds (``shares``). It is slowed by
     what was submitted before it, not by what comes later.
     """
 
-    def __init__(self, beside: Beside | Machine) -> None:
+    def __init__(self, shares: KeptRates | Machine) -> None:
         pairs = [(lane, other) for lane in Lane for other in Lane if lane is not other]
-        self._added = {(lane, other): 1 / beside.kept(lane, other) - 1 for lane, other in pairs}
+        self._added = {(lane, other): 1 / shares.kept(lane, other) - 1 for lane, other in pairs}
         self._free_at = dict.fromkeys(Lane, 0.0)
         self._spans: dict[Lane, deque[Span]] = {lane: deque(maxlen=64) for lane in Lane}
 
@@ -240,10 +240,10 @@ class VirtualBackend(Backend):
     def device_buffer(self, nbytes: int) -> torch.Tensor:
         buffer = self._buffer(nbytes)
         self._device_taken += nbytes
-        weakref.finalize(buffer.untyped_storage(), self._give_back, nbytes).atexit = False
+        weakref.finalize(buffer.untyped_storage(), self._freed, nbytes).atexit = False
         return buffer
 
-    def _give_back(self, nbytes: int) -> None:
+    def _freed(self, nbytes: int) -> None:
         self._device_taken -= nbytes
 
     def host_buffer(self, nbytes: int, *, pinned: bool = True) -> torch.Tensor:

@@ -49,13 +49,14 @@ def build_model(config: Config, *, backend: Backend | None = None, process_group
     """The wrapped model, on ``backend`` (default: that of ``stream.device``), for the ranks of
     ``process_group``. Raises ConfigError for any error of the model's function,
     `streamer.from_pretrained` or `streamer.wrap`."""
-    options = {**wrap_options(config), "backend": backend, "process_group": process_group}
+    options = {"backend": backend, "process_group": process_group}
     if config.model.path is not None:
         with refusals("[model] and [stream]"):
-            return from_files(config, options)
+            without = without_values(replace(config, lora={}))
+            return from_files(config, wrap_options(config, without) | options)
     model, init = _own_model(config.model, on_meta=backend is not None and backend.device.type == "meta")
     with refusals("[stream]"):
-        return streamer.wrap(model, init=init, **options)
+        return streamer.wrap(model, init=init, **wrap_options(config, model) | options)
 
 
 def from_files(config: Config, options: Mapping[str, Any]) -> nn.Module:
@@ -75,35 +76,18 @@ def from_files(config: Config, options: Mapping[str, Any]) -> nn.Module:
     )
 
 
-def wrap_options(config: Config) -> dict[str, Any]:
-    """Keyword arguments of `streamer.wrap`."""
+def wrap_options(config: Config, model: nn.Module) -> dict[str, Any]:
+    """Keyword arguments of `streamer.wrap` for ``model``, with values or without."""
     options = dict(vars(config.stream))
     options["dtype"] = dtype_of(config)
     dims: Mapping[str, Any] = options["batch_dims"] or {}
     options["batch_dims"] = {name: None if dim == "none" else dim for name, dim in dims.items()} or None
     if config.model.path is not None and options["micro_batch_size"] is not None:
-        options["batch_dims"] = _dims_of_rows(config) | (options["batch_dims"] or {})
+        layers = find_layers(model, config.stream.layers)
+        taken = [inspect.signature(layer.forward).parameters for _, layer in layers]
+        of_rows = {name: dim for name, dim in ROWS.items() if all(name in names for names in taken)}
+        options["batch_dims"] = of_rows | (options["batch_dims"] or {})
     return options
-
-
-#: Results of `_dims_of_rows` by model, since a dozen plans need them.
-_known_dims: dict[str, dict[str, Any]] = {}
-
-
-def _dims_of_rows(config: Config) -> dict[str, Any]:
-    """`ROWS` without arguments that the layers do not take."""
-    try:
-        folder = folder_of(Path(str(config.model.path)))
-        files = [(str(path), path.stat().st_mtime_ns) for path in folder.resolve().glob("config.json")]
-        key = repr((config.model, config.stream.layers, files))
-        if key not in _known_dims:
-            layers = find_layers(without_values(replace(config, lora={})), config.stream.layers)
-            taken = [inspect.signature(layer.forward).parameters for _, layer in layers]
-            found = {name: dim for name, dim in ROWS.items() if all(name in names for names in taken)}
-            _known_dims[key] = found
-        return _known_dims[key]
-    except (OSError, TypeError, ValueError):
-        return {}  # building the model raises the error again
 
 
 #: The classes for names in ``optimizer.name``.
@@ -187,7 +171,7 @@ def settle_fp16(config: Config) -> tuple[Config, str | None]:
         if has_weights(Path(folder)):
             dtype = usual_dtype(stored_tensors(Path(folder)))
         else:
-            dtype = getattr(without_values(config), "dtype", None)
+            dtype = getattr(without_values(replace(config, lora={})), "dtype", None)
     except (OSError, TypeError, ValueError):
         return config, None  # building the model raises the error again
     if dtype is not torch.float16:
@@ -210,7 +194,8 @@ def without_values(config: Config, *, quantized: bool = False) -> Any:
     if model.path is None:
         return _own_model(model, on_meta=True)[0]
     kind, changed = _class(model)
-    built = build(Path(model.path), kind, changed, dtype)
+    with _NothingDrawn():
+        built = build(Path(model.path), kind, changed, dtype)
     if quantized:
         if is_quantized(built):
             raise ValueError(f"{model.path}: its weights are quantized: add its safetensors files there")
@@ -218,7 +203,10 @@ def without_values(config: Config, *, quantized: bool = False) -> Any:
             quantize_weights(
                 built, find_layers(built, None), model.quantize, model.quantize_skip, None, dtype
             )
-    return add_adapters(built, config.lora) if config.lora else built
+    if config.lora:
+        with torch.device("meta"), _NothingDrawn():
+            add_adapters(built, config.lora)
+    return built
 
 
 def _own_model(model: ModelConfig, *, on_meta: bool) -> tuple[nn.Module, Callable[..., Any] | None]:

@@ -80,6 +80,19 @@ class RunError(RuntimeError):
     """A run that cannot continue: one line."""
 
 
+#: Our defaults of ``[train]`` for Hugging Face folders, in place of those of `trl.SFTConfig`.
+TRAINER: dict[str, Any] = {
+    "assistant_only_loss": True,
+    "bf16": False,  # not autocast: weights are streamed in [stream] dtype
+    "gradient_checkpointing": False,  # the engine recomputes layers in backward anyway
+    "report_to": "none",
+    "packing": True,
+    "restore_callback_states_from_checkpoint": True,
+    "logging_nan_inf_filter": False,
+    "save_total_limit": 2,
+}
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """``[model]``: a pretrained model by its folder, or a function that builds one."""

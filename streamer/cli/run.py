@@ -17,7 +17,7 @@ from torch import nn
 import streamer
 from streamer.checkpoint.manifest import new_file
 from streamer.cli.build import dtype_of
-from streamer.cli.config import Config, RunError, in_keys
+from streamer.cli.config import TRAINER, Config, RunError, in_keys
 from streamer.errors import amount
 from streamer.model.units import kept_dtype
 from streamer.optim.state import parse_state_dtype
@@ -140,7 +140,9 @@ def space_of(config: Config, model: nn.Module) -> Space:
     if config.model.path is None:
         return Space(checkpoint, config.train.save_total_limit + 1, 0)
     saves = config.trainer.get("save_strategy", "steps") != "no"
-    return Space(checkpoint, (config.trainer.get("save_total_limit", 2) or 2) + 1 if saves else 0, weights)
+    return Space(
+        checkpoint, ((TRAINER | config.trainer)["save_total_limit"] or 2) + 1 if saves else 0, weights
+    )
 
 
 #: Seconds by lane: busy, and exposed.

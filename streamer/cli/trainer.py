@@ -24,7 +24,7 @@ from tqdm import tqdm
 from trl import SFTConfig  # type: ignore[attr-defined]
 
 from streamer.cli.build import build_model, optimizer_of, refusals, settle_fp16, without_values
-from streamer.cli.config import Config, ConfigError, OptimizerConfig, dump_config, with_keys
+from streamer.cli.config import TRAINER, Config, ConfigError, OptimizerConfig, dump_config, with_keys
 from streamer.cli.data import check_data, load_data, load_tokenizer
 from streamer.cli.export import export
 from streamer.cli.generate import Writer
@@ -50,18 +50,6 @@ from streamer.integrations.trl import PackingError, SFTTrainer
 
 #: Folder of the final weights: those of a model, or only adapters; and the file of samples.
 WEIGHTS, ADAPTERS, SAMPLES = "model", "adapters", "samples.jsonl"
-#: Our defaults in place of those of `trl.SFTConfig`. Without ``use_cpu`` accelerate averages nothing over CPU
-#: ranks.
-DEFAULTS: dict[str, Any] = {
-    "assistant_only_loss": True,
-    "bf16": False,  # not autocast: weights are streamed in [stream] dtype
-    "gradient_checkpointing": False,  # the engine recomputes layers in backward anyway
-    "report_to": "none",
-    "packing": True,
-    "restore_callback_states_from_checkpoint": True,
-    "logging_nan_inf_filter": False,
-    "save_total_limit": 2,
-}
 
 
 def arguments_of(config: Config) -> SFTConfig:
@@ -71,7 +59,8 @@ def arguments_of(config: Config) -> SFTConfig:
         if name not in known:
             raise ConfigError(f"[train] has no {name!r}; {nearest(name, known)}")
     options = {
-        **DEFAULTS,
+        **TRAINER,
+        # else accelerate averages nothing over CPU ranks
         "use_cpu": not torch.cuda.is_available() or config.stream.device == "cpu",
         "disable_tqdm": not sys.stderr.isatty(),
         "output_dir": config.train.output_dir,

@@ -157,7 +157,7 @@ def wrap(
             # free memory may differ from rank to rank
             chosen = ranks.from_first("choosing options", chosen)
             options = replace(options, **chosen.choice.options())
-        for_inputs = 0 if chosen is None else chosen.plan.host_beside
+        for_inputs = 0 if chosen is None else chosen.plan.host_of_step
         stream(model, backend, options, ranks, chosen=chosen, for_inputs=for_inputs)
         undo.pop_all()
     return model

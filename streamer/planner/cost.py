@@ -284,10 +284,10 @@ def _result(func: Any, args: Any, kwargs: Any) -> Any:
     Layers are alike, so a known shape is used again."""
     if not _makes_new(func) or dispatch_modes():  # these must record it too
         return func(*args, **kwargs)
-    given = _given((args, *kwargs.items()))
-    if given is None:
+    forms_in = _forms_in((args, *kwargs.items()))
+    if forms_in is None:
         return func(*args, **kwargs)
-    key = func, given, torch.get_default_dtype()
+    key = func, forms_in, torch.get_default_dtype()
     forms = _returned.get(key)
     if forms is not None:
         return _like(forms)
@@ -308,13 +308,13 @@ def _makes_new(func: Any) -> bool:
     return bool(schema.returns) and new and not schema.is_mutable and of_values.isdisjoint(func.tags)
 
 
-def _given(value: Any) -> Any:
+def _forms_in(value: Any) -> Any:
     """Everything that the shape of a result depends on; None if values may matter."""
     if isinstance(value, torch.Tensor):
         is_plain = value.is_meta and value.layout is torch.strided and not value.is_complex()
         return (value.shape, value.stride(), value.dtype) if is_plain else None
     if isinstance(value, list | tuple):
-        several = tuple(map(_given, value))
+        several = tuple(map(_forms_in, value))
         return None if None in several else several
     return (type(value), value) if isinstance(value, _CONSTANTS) else None
 
@@ -322,7 +322,7 @@ def _given(value: Any) -> Any:
 def _forms_of(result: Any, args: Any, kwargs: Any) -> _Forms | None:
     """The forms from which `_like` creates an equal result; None if it cannot."""
     several = result if isinstance(result, tuple) else (result,)
-    seen = {storage_id(each) for each in tensors_in((*args, *kwargs.values()))}
+    storages = {storage_id(each) for each in tensors_in((*args, *kwargs.values()))}
     forms: list[_Form | None] = []
     for each in several:
         if each is None:
@@ -330,9 +330,9 @@ def _forms_of(result: Any, args: Any, kwargs: Any) -> _Forms | None:
             continue
         form = each.shape, each.stride(), each.dtype
         is_whole = each.untyped_storage().nbytes() == _of_form(form).untyped_storage().nbytes()
-        if not each.is_meta or not is_whole or each.storage_offset() or storage_id(each) in seen:
+        if not each.is_meta or not is_whole or each.storage_offset() or storage_id(each) in storages:
             return None
-        seen.add(storage_id(each))
+        storages.add(storage_id(each))
         forms.append(form)
     return tuple(forms) if isinstance(result, tuple) else forms[0]
 
@@ -349,12 +349,12 @@ def _of_form(form: _Form) -> torch.Tensor:
 
 
 class Observer(TorchDispatchMode, abc.ABC):
-    """A mode that records the operations of the block, and passes them to the observers ``beside`` it: a
+    """A mode that records the operations of the block, and passes them to the observers ``others``: a
     further mode in Python would delay every operation."""
 
-    def __init__(self, *beside: SeesOperations) -> None:
+    def __init__(self, *others: SeesOperations) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._all: tuple[SeesOperations, ...] = (self, *beside)
+        self._all: tuple[SeesOperations, ...] = (self, *others)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -384,8 +384,8 @@ class Operations(Observer):
     `torch.utils.flop_counter.FlopCounterMode` counts the same, by module too, and takes several times longer.
     """
 
-    def __init__(self, machine: Machine | None = None, *beside: SeesOperations) -> None:
-        super().__init__(*beside)
+    def __init__(self, machine: Machine | None = None, *others: SeesOperations) -> None:
+        super().__init__(*others)
         self.flops = self.nbytes = self.ops = 0
         self.seconds = 0.0
         self._machine = machine

@@ -32,7 +32,7 @@ INTERCONNECTS = BY_HOST, BY_PCIE, NVLINK = "host", "pcie", "nvlink"
 
 
 @dataclass(frozen=True)
-class Beside:
+class KeptRates:
     """The share of its rate, in (0, 1], that one lane keeps while another works at the same time. In a name
     the first lane is the one that slows; *copy* and *disk* mean either direction. 1 if they share nothing."""
 
@@ -137,7 +137,7 @@ class Machine:
     seconds_per_op: float = 0.0
     seconds_per_visit: float = 0.0
     compute_capability: float | None = None
-    beside: Beside = Beside()
+    beside: KeptRates = KeptRates()
     disk_read_bytes_per_second: float = NVME_READ
     disk_write_bytes_per_second: float = NVME_WRITE
     ranks: int = 1
@@ -453,7 +453,7 @@ GH200 = replace(
     host_bytes_per_second=290e9,  # 480 GB of LPDDR5X have 384 GB/s (NVIDIA Grace CPU data sheet); estimate
     device_bytes=96 * GIB,  # the same: 96 GB
     host_bytes=447 * GIB,  # the same: 480 GB
-    beside=Beside(copy_copy=0.5, copy_host=0.5, host_copy=0.5),  # halves of what they share; estimate
+    beside=KeptRates(copy_copy=0.5, copy_host=0.5, host_copy=0.5),  # halves of what they share; estimate
 )
 
 #: A laptop with a GeForce RTX 4060 and 32 GiB.
@@ -490,7 +490,7 @@ DGX_SPARK = Machine(
     seconds_per_op=SECONDS_PER_OP,
     seconds_per_visit=SECONDS_PER_VISIT,
     compute_capability=12.1,
-    beside=Beside(copy_copy=0.5, copy_host=0.5, host_copy=0.5),  # halves of what they share; estimate
+    beside=KeptRates(copy_copy=0.5, copy_host=0.5, host_copy=0.5),  # halves of what they share; estimate
     coherent=True,
 )
 
@@ -569,11 +569,11 @@ def like_name(name: str) -> list[str]:
     there is none, those that contain ``name`` or are part of it, and then those with similar spelling.
     """
     by_plain = {_plain(known): known for known in MACHINES}
-    asked = _plain(name)
-    if asked in by_plain:
-        return [by_plain[asked]]
-    found = [plain for plain in by_plain if asked and (asked in plain or plain in asked)]
-    found += difflib.get_close_matches(asked, by_plain)
+    plain_name = _plain(name)
+    if plain_name in by_plain:
+        return [by_plain[plain_name]]
+    found = [plain for plain in by_plain if plain_name and (plain_name in plain or plain in plain_name)]
+    found += difflib.get_close_matches(plain_name, by_plain)
     return [by_plain[plain] for plain in dict.fromkeys(found)][:MOST_LIKE]
 
 

@@ -79,14 +79,14 @@ class Tracker(Observer):
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if func.is_view:
             return
-        given = None
+        there = None
         for tensor in tensors_in((result,)):
             storage = tensor.untyped_storage()
-            if given is None:
-                given = {storage_id(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
-            if (number := storage_id(tensor)) not in given:
-                given.add(number)
-                self._made(storage)
+            if there is None:
+                there = {storage_id(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
+            if (number := storage_id(tensor)) not in there:
+                there.add(number)
+                self._allocated(storage)
         if self.now > self.peak:
             self._note_peak()
         if self._on_gpu and (nbytes := kernel_bytes(func, args, result)):
@@ -105,15 +105,15 @@ class Tracker(Observer):
         self.owned[owner] += nbytes
         if self.now > self.peak:
             self._note_peak()
-        self._gone(owner, nbytes)
+        self._freed(owner, nbytes)
 
-    def _made(self, storage: torch.UntypedStorage) -> None:
+    def _allocated(self, storage: torch.UntypedStorage) -> None:
         owner, nbytes = self.owner(), storage.nbytes()
         self.now += nbytes
         self.owned[owner] += nbytes
-        weakref.finalize(storage, self._gone, owner, nbytes).atexit = False
+        weakref.finalize(storage, self._freed, owner, nbytes).atexit = False
 
-    def _gone(self, owner: str, nbytes: int) -> None:
+    def _freed(self, owner: str, nbytes: int) -> None:
         self.now -= nbytes
         self.owned[owner] -= nbytes
 

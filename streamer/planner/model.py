@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -76,6 +76,8 @@ def skeleton(model: nn.Module) -> nn.Module:
     for tensor in (*model.buffers(), *(value for value in held if isinstance(value, torch.Tensor))):
         without = torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
         memo.setdefault(id(tensor), without)
+    # most of what a module holds are empty dicts of hooks, for which deepcopy takes long
+    memo |= {id(value): OrderedDict() for value in held if type(value) is OrderedDict and not value}
     try:
         return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
@@ -102,8 +104,8 @@ class Batch:
                 "'auto' needs a batch to plan with: set wrap(example=...) to a tensor, a tuple of the "
                 "model's arguments, or a dict of them by name; only shapes and dtypes are used"
             )
-        given = ((), dict(example)) if isinstance(example, Mapping) else (example, {})
-        tensors, rebuild = flatten(given)
+        arguments = ((), dict(example)) if isinstance(example, Mapping) else (example, {})
+        tensors, rebuild = flatten(arguments)
         if not any(tensor.dim() for tensor in tensors):
             raise ValueError("example: no tensor in it has a first dimension that could be the batch")
         batch = Batch([torch.empty_like(tensor, device="meta") for tensor in tensors], rebuild)
@@ -149,12 +151,12 @@ class Batch:
 
 def not_planned(error: Exception) -> ValueError:
     """The error to raise if a step cannot run."""
-    told = one_line(error)
-    if isinstance(error, NotImplementedError) or "meta" in told.lower():
+    message = one_line(error)
+    if isinstance(error, NotImplementedError) or "meta" in message.lower():
         return ValueError(
-            f"a step is planned without values, which this model needs ({told}): {WITHOUT_PLAN}"
+            f"a step is planned without values, which this model needs ({message}): {WITHOUT_PLAN}"
         )
-    return ValueError(f"example: the model cannot run on such a batch ({told})")
+    return ValueError(f"example: the model cannot run on such a batch ({message})")
 
 
 def one_line(error: Exception) -> str:
@@ -192,19 +194,19 @@ def plan_of(
     roomy = machine.with_room()
 
     def plan(choice: Choice) -> StepPlan:
-        given = replace(options, **choice.options(), device_memory=None, host_memory=None)
+        of_choice = replace(options, **choice.options(), device_memory=None, host_memory=None)
         if options.disk is not None:
             with suppress(MemoryError):
-                found = planned_with(replace(given, host_memory=host_bytes), choice)
-                if found.host_beside and found.host_total > host_bytes:
-                    room = max(1, host_bytes - found.host_beside)
-                    found = planned_with(replace(given, host_memory=room), choice)
+                found = planned_with(replace(of_choice, host_memory=host_bytes), choice)
+                if found.host_of_step and found.host_total > host_bytes:
+                    room = max(1, host_bytes - found.host_of_step)
+                    found = planned_with(replace(of_choice, host_memory=room), choice)
                 return found
-        return planned_with(replace(given, disk=None), choice)
+        return planned_with(replace(of_choice, disk=None), choice)
 
-    def planned_with(given: WrapOptions, choice: Choice) -> StepPlan:
+    def planned_with(options: WrapOptions, choice: Choice) -> StepPlan:
         backend = VirtualBackend(roomy)
-        planned = stream(skeleton(model).train(), backend, given, VirtualRanks(backend))
+        planned = stream(skeleton(model).train(), backend, options, VirtualRanks(backend))
         executor = wrapped(planned).executor
         try:
             step = batch.step(planned)
@@ -272,10 +274,10 @@ def _require_slots(
         require("the model", Tier("the device", needed, available, remedy))
 
 
-def machine_of(backend: Backend, given: Machine | str | None = None) -> Machine:
-    """Rates to plan with on ``backend``: those of ``given``, a machine or a name, unless it is None, and
+def machine_of(backend: Backend, machine: Machine | str | None = None) -> Machine:
+    """Rates to plan with on ``backend``: those of ``machine``, or its name, unless it is None, and
     PyTorch's properties of the real GPU."""
-    machine = named_machine(given) if isinstance(given, str) else given
+    machine = named_machine(machine) if isinstance(machine, str) else machine
     if machine is None and isinstance(backend, VirtualBackend):
         machine = backend.machine
     elif machine is None:

@@ -82,7 +82,7 @@ def predict_step(
 
 
 #: Owners of device memory besides the buffers: see `streamer.store.ledger` for those.
-SAVED, WORKING_SET, BESIDE = "saved layer inputs", "working set of one layer", "logits and loss"
+SAVED, WORKING_SET, OUTSIDE = "saved layer inputs", "working set of one layer", "logits and loss"
 #: Memory that PyTorch holds from the first matrix product on.
 WORKSPACES = "workspaces of cuBLAS"
 #: Memory that no tensor uses: gaps between allocations, and CUDA's own memory.
@@ -108,16 +108,17 @@ class StepTracker(Tracker):
         machine = executor.backend.machine
         super().__init__(on_gpu=machine.kind == CUDA)
         self._workspaces = self.now = self.peak = workspace_bytes(machine)
-        self._executor = executor
+        # not the executor: buffers that it holds until they are freed hold this tracker
+        self._saved = executor.saved
         self._backend = executor.backend
         self._saved_at_peak = 0
 
     def owner(self) -> str:
-        return WORKING_SET if self._backend.is_computing else BESIDE
+        return WORKING_SET if self._backend.is_computing else OUTSIDE
 
     def _note_peak(self) -> None:
         super()._note_peak()
-        self._saved_at_peak = self._executor.saved.now
+        self._saved_at_peak = self._saved.now
 
     def at_peak(self) -> dict[str, int]:
         """Bytes by owner when there were most; together `peak` and its rounding."""
@@ -125,11 +126,11 @@ class StepTracker(Tracker):
         # layers created the saved tensors, except the input of the first layer and shared inputs
         from_layers = min(self._saved_at_peak, held[WORKING_SET])
         held[WORKING_SET] -= from_layers
-        held[BESIDE] -= self._saved_at_peak - from_layers
+        held[OUTSIDE] -= self._saved_at_peak - from_layers
         held[SAVED] = self._saved_at_peak
         held[WORKSPACES] = self._workspaces
         held[ROUNDING] = self.taken[1] - self.peak
-        owners = (SAVED, WORKING_SET, BESIDE, WORKSPACES, ROUNDING)
+        owners = (SAVED, WORKING_SET, OUTSIDE, WORKSPACES, ROUNDING)
         return {owner: held[owner] for owner in owners if held[owner]}
 
     @property
@@ -153,7 +154,7 @@ class StepPlan:
     disk_bytes: Mapping[str, int] = field(default_factory=dict)
     #: bytes of host memory that the step takes on top of its permanent buffers: layer inputs that wait there,
     #: and the sums of several backwards
-    host_beside: int = 0
+    host_of_step: int = 0
 
     @property
     def device_total(self) -> int:
@@ -172,7 +173,7 @@ class StepPlan:
         if GAPS in self.reserve:
             return self.device_total + self.reserve[GAPS]
         return sum(
-            nbytes for owner, nbytes in self.device_bytes.items() if owner not in (WORKING_SET, BESIDE)
+            nbytes for owner, nbytes in self.device_bytes.items() if owner not in (WORKING_SET, OUTSIDE)
         )
 
     @property

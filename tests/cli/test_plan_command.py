@@ -23,7 +23,7 @@ from streamer.cli.main import main
 from streamer.cli.plan.command import figures
 from streamer.cli.plan.planning import RunPlan, plan_run
 from streamer.planner.machine import MACHINES, Machine
-from streamer.planner.step import BESIDE, WORKING_SET
+from streamer.planner.step import OUTSIDE, WORKING_SET
 from tests.cli.common import sets
 
 pytestmark = pytest.mark.usefixtures("each_plan_is_made_once")
@@ -309,7 +309,9 @@ def test_on_the_cpu_a_budget_is_that_of_buffers_and_saved_inputs(
     )
     assert code == 0
     counted = {
-        owner: nbytes for owner, nbytes in found["device_bytes"].items() if owner not in (WORKING_SET, BESIDE)
+        owner: nbytes
+        for owner, nbytes in found["device_bytes"].items()
+        if owner not in (WORKING_SET, OUTSIDE)
     }
     assert sum(counted.values()) <= 4 << 20 < sum(found["device_bytes"].values())
 

@@ -97,7 +97,7 @@ def moved_by(config: Config, steps: int, folder: Path) -> tuple[int, int]:
     torch.manual_seed(0)
     assert config.model.factory is not None
     model = import_factory(config.model.factory)(**config.model.args)
-    streamer.wrap(model, **wrap_options(config) | {"device": "cpu", "disk": Disks([folder], scratch)})
+    streamer.wrap(model, **wrap_options(config, model) | {"device": "cpu", "disk": Disks([folder], scratch)})
     optimizer = build_optimizer(config, model)
     tokens = torch.zeros(config.train.per_device_train_batch_size, config.train.max_length, dtype=torch.long)
     batches = [(tokens, tokens, {})] * config.train.gradient_accumulation_steps

@@ -12,7 +12,7 @@ import pytest
 
 from streamer.cli.config import Config, load_config
 from streamer.cli.main import main
-from streamer.cli.plan import command as command_module
+from streamer.cli.plan import planning
 from streamer.cli.plan.planning import Models, RunPlan, plan_run
 from streamer.cli.shipped import config_path
 from streamer.errors import amount
@@ -51,7 +51,7 @@ def test_a_command_of_a_page_runs(
         made.extend([] if made else [plan_run(config, machine, models)])
         return replace(made[0], config=config)
 
-    monkeypatch.setattr(command_module, "plan_run", planned_once)
+    monkeypatch.setattr(planning, "plan_run", planned_once)
     monkeypatch.chdir(HOME)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "config.toml").write_text(SMALL)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
 import torch
+from streamer.engine.paging.executor import Executor
 
 import streamer
 from models.gpt2 import GPT
@@ -100,3 +102,13 @@ def test_one_memory_is_not_counted_twice() -> None:
 def test_what_cannot_be_planned(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         streamer.plan(model(), TOKENS, **options)  # type: ignore[arg-type]
+
+
+def test_a_plan_leaves_no_model_behind() -> None:
+    def executors() -> int:
+        gc.collect()
+        return sum(type(each) is Executor for each in gc.get_objects())
+
+    before = executors()
+    streamer.plan(model(), TOKENS, layers="transformer.h", machine="rtx-4090")
+    assert executors() == before

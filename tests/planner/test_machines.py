@@ -14,7 +14,7 @@ from streamer.backends.virtual import Clock, VirtualBackend
 from streamer.cli.calibrate.machine_file import dump_machine, load_machine, machine
 from streamer.cli.config import ConfigError
 from streamer.planner.cost import DeviceKernels, Operations
-from streamer.planner.machine import BY_GPU, GIB, MACHINES, Beside, Machine, peak_flops
+from streamer.planner.machine import BY_GPU, GIB, MACHINES, KeptRates, Machine, peak_flops
 
 #: One FLOP a second, a thousand bytes of the device's memory, and nothing for a launch.
 UNIT = Machine("unit", 1.0, 1.0, 1.0, 1.0, 1 << 40, 1 << 40, device_bytes_per_second=1000.0)
@@ -55,7 +55,7 @@ def test_a_named_machine_is_complete_and_plausible(name: str, tmp_path: Path) ->
 
 
 def test_a_machine_that_is_written_is_read_back(tmp_path: Path) -> None:
-    rates = {"attention_flops_per_second": 0.1, "beside": Beside(compute_host=1 / 3)}
+    rates = {"attention_flops_per_second": 0.1, "beside": KeptRates(compute_host=1 / 3)}
     made = replace(UNIT, kind="cpu", calibrated=True, **rates)
     path = tmp_path / "machine.toml"
     path.write_text(dump_machine(made, {"date": "2026-01-01", "quartiles": {"host": [1.0, 2.0, 3.0]}}))
@@ -220,7 +220,7 @@ def test_attention_has_a_rate_of_its_own(kind: str) -> None:
 
 
 def test_what_is_submitted_before_slows_and_two_lanes_add_up() -> None:
-    clock = Clock(Beside(compute_host=0.5, compute_copy=0.5))
+    clock = Clock(KeptRates(compute_host=0.5, compute_copy=0.5))
     events = [clock.submit(HOST, 9.0, ()), clock.submit(H2D, 3.0, ())]
     # a third of its rate until 3, then half of it: 1 and 2 of its seconds
     assert clock.submit(COMPUTE, 3.0, ()).span() == Span(0, 0, 7)
@@ -230,7 +230,7 @@ def test_what_is_submitted_before_slows_and_two_lanes_add_up() -> None:
 
 
 def test_copies_both_ways_at_once() -> None:
-    clock = Clock(Beside(copy_copy=0.5))
+    clock = Clock(KeptRates(copy_copy=0.5))
     assert clock.submit(H2D, 4.0, ()).span() == Span(0, 0, 4)
     # until 4 at half its rate, which is 2 of its 3 seconds
     assert clock.submit(D2H, 3.0, ()).span() == Span(0, 0, 5)

@@ -24,8 +24,8 @@ from streamer.planner.layers import measure_kinds
 from streamer.planner.machine import GIB, Machine
 from streamer.planner.measure import Tracker
 from streamer.planner.step import (
-    BESIDE,
     GAPS,
+    OUTSIDE,
     ROUNDING,
     SAVED,
     WORKING_SET,
@@ -222,7 +222,7 @@ def test_the_plan_holds_what_a_step_holds(name: str, options: dict[str, Any]) ->
     build, layers = MODELS[name]
     executor, step = begin(build, VirtualBackend(CPU), layers, **options)
     plan = plan_step(executor, step)
-    beside = sum(plan.device_bytes.get(owner, 0) for owner in (SAVED, WORKING_SET, BESIDE))
+    beside = sum(plan.device_bytes.get(owner, 0) for owner in (SAVED, WORKING_SET, OUTSIDE))
     assert beside == pytest.approx(measured_peak(build, layers, **options), rel=0.05)
 
 
@@ -231,7 +231,7 @@ def test_the_plan_of_packed_rows_holds_their_mask(options: dict[str, Any]) -> No
     def held(*, packed: bool) -> int:
         executor, step = begin(llama, VirtualBackend(CPU), "model.layers", packed=True, **options)
         plan = plan_step(executor, step, packed=packed)
-        return sum(plan.device_bytes.get(owner, 0) for owner in (SAVED, WORKING_SET, BESIDE))
+        return sum(plan.device_bytes.get(owner, 0) for owner in (SAVED, WORKING_SET, OUTSIDE))
 
     measured = measured_peak(llama, "model.layers", packed=True, **options)
     assert held(packed=True) == pytest.approx(measured, rel=0.05)

@@ -19,7 +19,7 @@ from streamer.cli.calibrate.machine_file import device_name, dump_machine, memor
 from streamer.cli.calibrate.measure import Found, Measurements, Sizes, measure, transfers
 from streamer.cli.config import ConfigError
 from streamer.errors import DiskError
-from streamer.planner.machine import CUDA, Beside, Machine, gpu_properties
+from streamer.planner.machine import CUDA, KeptRates, Machine, gpu_properties
 
 #: Rounds at most, and the seconds after which no more begin.
 ROUNDS, BUDGET_SECONDS = 9, 35.0
@@ -80,7 +80,9 @@ def sizes_of(kind: str) -> Sizes:
 def machine_of(found: Found, backend: Backend) -> Machine:
     """The medians of what was found, as a machine."""
     medians: dict[str, Any] = {name: statistics.median(values) for name, values in found.items()}
-    shares = Beside(**{item.name: medians.pop(item.name) for item in fields(Beside) if item.name in medians})
+    shares = KeptRates(
+        **{item.name: medians.pop(item.name) for item in fields(KeptRates) if item.name in medians}
+    )
     device_bytes, host_bytes = memory_bytes(backend.device)
     machine = replace(
         Machine(device_name(backend.device), 1.0, 1.0, 1.0, 1.0, device_bytes, host_bytes),

@@ -14,7 +14,7 @@ import torch
 
 from streamer.cli.config import TEXT, ConfigError, dump_tables, read_tables, section
 from streamer.config_values import COUNT, FLAG, NOT_NEGATIVE, POSITIVE, number, one_of
-from streamer.planner.machine import CPU, CUDA, INTERCONNECTS, Beside, Machine, named_machine
+from streamer.planner.machine import CPU, CUDA, INTERCONNECTS, KeptRates, Machine, named_machine
 
 
 def processor() -> str:
@@ -56,7 +56,7 @@ _OTHERS = {
     "calibrated": FLAG,
 }
 _MACHINE = {item.name: _OTHERS.get(item.name, POSITIVE) for item in fields(Machine) if item.name != BESIDE}
-_BESIDE = {item.name: _SHARE for item in fields(Beside)}
+_BESIDE = {item.name: _SHARE for item in fields(KeptRates)}
 
 
 def load_machine(path: str | os.PathLike[str]) -> Machine:
@@ -69,7 +69,7 @@ def load_machine(path: str | os.PathLike[str]) -> Machine:
     tables = read_tables(path, (MACHINE, BESIDE, MEASURED))
     if MACHINE not in tables:
         raise ConfigError(f"{path}: there is no [{MACHINE}]: use a file of streamer calibrate")
-    beside = section(Beside, BESIDE, tables.get(BESIDE, {}), str(path), kinds=_BESIDE)
+    beside = section(KeptRates, BESIDE, tables.get(BESIDE, {}), str(path), kinds=_BESIDE)
     found: Machine = section(Machine, MACHINE, tables[MACHINE], str(path), kinds=_MACHINE)
     return replace(found, beside=beside)
 

@@ -31,7 +31,7 @@ from streamer.store.layout import Layout, Param
 from streamer.store.purposes import FP32, GRADIENTS, MOMENTS
 
 Work = Callable[[], object]
-#: Rates (per second), seconds and shares of `Machine` and `Beside`, by field, one for each round.
+#: Rates (per second), seconds and shares of `Machine` and `KeptRates`, by field, one for each round.
 Found = dict[str, list[float]]
 
 #: The layers of the model that measures the caller's time, their features, and the tokens and the steps that
@@ -224,7 +224,7 @@ class Measurements:
             self._alone(lane, work)  # the first time is slower than all others
 
     def round(self) -> dict[str, float]:
-        """Fields of `Machine` and `Beside`, each measured once."""
+        """Fields of `Machine` and `KeptRates`, each measured once."""
         values = self._rates_of_compute()
         values["seconds_per_visit"] = self._seconds_per_use()
         alone = {lane: self._alone(lane, work) for lane, work in self._lanes.items()}

@@ -5,8 +5,6 @@ with the same words.
 from __future__ import annotations
 
 import json
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,10 +14,10 @@ import torch
 from torch import nn
 
 from streamer.backends.base import DISKS, SPECIAL, Lane
-from streamer.cli.build import settle_fp16, without_values
+from streamer.cli.build import settle_fp16
 from streamer.cli.calibrate import machine_file
-from streamer.cli.config import Config, ConfigError, dump_config, quoted, with_keys
-from streamer.cli.plan.planning import Models, RunPlan, RunPlanOf, plan_run, settle, this_machine
+from streamer.cli.config import Config, ConfigError, quoted, with_keys
+from streamer.cli.plan.planning import Models, Plans, RunPlan, RunPlanOf, settle, this_machine
 from streamer.cli.plan.variants import (
     FURTHEST,
     SHARES,
@@ -39,8 +37,6 @@ from streamer.store.ledger import UNLIMITED
 
 #: The machine that is assumed where there is no GPU.
 USUAL = "rtx-4090"
-#: Seconds without a line after which one says how many plans there are by then.
-SILENCE = 10.0
 
 
 def check_memory(config: Config, ranks: int = 1, machines: int = 1) -> RunPlan | None:
@@ -52,7 +48,8 @@ def check_memory(config: Config, ranks: int = 1, machines: int = 1) -> RunPlan |
     """
     try:
         machine, _ = this_machine(config.stream, ranks, machines)
-        model = without_values(config)
+        models = Models()
+        model = models.plain(config)
     except (TypeError, ValueError):
         return None  # which building the model is about to refuse, in better words
     if not isinstance(model, nn.Module):
@@ -63,7 +60,7 @@ def check_memory(config: Config, ranks: int = 1, machines: int = 1) -> RunPlan |
     leaves_room = config.stream.disk is not None and "offload" in str(config.stream.activations)
     if at_most < min(machine.device_bytes, machine.host_bytes) / 2 and not leaves_room:
         return None
-    plan_of = Plans(machine)
+    plan_of = Plans(machine, models)
     try:
         plan = plan_of(config)
     except ConfigError as error:
@@ -73,26 +70,6 @@ def check_memory(config: Config, ranks: int = 1, machines: int = 1) -> RunPlan |
         line = remedy_line("this run", find_remedies(plan, plan_of), plan, on_disk(plan, plan_of))
         raise ConfigError(line, table="\n".join(ledger_lines(plan)))
     return plan
-
-
-class Plans:
-    """Plans of configs on one machine, each planned once. After `SILENCE` a line says that more are under
-    way."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self._models = Models()
-        self._known: dict[str, RunPlan] = {}
-        self._said = time.monotonic()
-
-    def __call__(self, config: Config) -> RunPlan:
-        text = dump_config(config)
-        if text not in self._known:
-            self._known[text] = plan_run(config, self._machine, self._models)
-            if time.monotonic() - self._said > SILENCE:
-                self._said = time.monotonic()
-                print(f"{len(self._known)} steps planned", file=sys.stderr, flush=True)
-        return self._known[text]
 
 
 def machine_of(name: str | None, ranks: int, nodes: int) -> tuple[Machine, str]:
@@ -131,8 +108,9 @@ def plan(
     config, dtype_line = settle_fp16(config)
     if dtype_line is not None and not as_json:
         print(f"{dtype_line}\n")
-    config, chosen = settle(config, machine)
-    plan_of = Plans(machine)
+    models = Models()
+    config, chosen = settle(config, machine, models=models)
+    plan_of = Plans(machine, models)
     if as_json:
         listed: dict[str, Any] = {"chosen": None, "considered": None}
         if chosen is not None:
@@ -184,9 +162,11 @@ def plan_table(
             f"{'tokens/s':>12}{'MFU':>8}  bottleneck"
         )
     for name, machine in there.items():
+        plan_of = Plans(machine, models)
         for size in sizes_of_batches:
-            of_row, _ = settle(with_keys(config, train={"per_device_train_batch_size": size}), machine)
-            planned = plan_run(of_row, machine, models)
+            of_size = with_keys(config, train={"per_device_train_batch_size": size})
+            of_row, _ = settle(of_size, machine, models=models)
+            planned = plan_of(of_row)
             rows.append({"machine": name, **figures(planned)})
             if not as_json:
                 print(_row(name, planned, width), flush=True)

@@ -5,6 +5,8 @@ for other batches, and for the options that it leaves to be chosen.
 from __future__ import annotations
 
 import inspect
+import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -21,7 +23,7 @@ from streamer.backends.disk import Disks, Scratch
 from streamer.backends.select import backend_for
 from streamer.backends.virtual import VirtualBackend, VirtualScratch
 from streamer.cli.build import build_optimizer, from_files, refusals, without_values, wrap_options
-from streamer.cli.config import Config, ConfigError, StreamConfig, in_keys, with_keys
+from streamer.cli.config import TRAINER, Config, ConfigError, StreamConfig, dump_config, in_keys, with_keys
 from streamer.cli.plan.flops import model_flops_per_token
 from streamer.cli.run import Space, space_of
 from streamer.cli.step import loss_function, step_on
@@ -42,6 +44,8 @@ from streamer.store.ledger import UNLIMITED, Ledger, Room, Tier, limit_of
 
 #: Bytes of host memory that Python and its libraries take: a round figure, not a measurement.
 PROCESS, PROCESS_BYTES = "Python and its libraries", 1 << 30
+#: Seconds without a line after which one says how many plans there are by then.
+SILENCE = 10.0
 
 
 def this_machine(stream: StreamConfig, ranks: int = 1, machines: int = 1) -> tuple[Machine, Room]:
@@ -57,7 +61,7 @@ def this_machine(stream: StreamConfig, ranks: int = 1, machines: int = 1) -> tup
 
 
 def room_on(machine: Machine, config: Config) -> Room:
-    """What there is for a run of ``config`` on ``machine``, beside the process itself."""
+    """What there is for a run of ``config`` on ``machine``, without what Python takes."""
     return Room(
         machine.device_bytes,
         machine.host_bytes - PROCESS_BYTES * machine.ranks,
@@ -202,15 +206,19 @@ def plan_run(config: Config, machine: Machine, models: Models | None = None) -> 
 
     Raises ConfigError for a config that cannot be run, and for a model that cannot run without values.
     """
-    options = wrap_options(config)
+    models = models or Models()
+    with refusals("[model]"):
+        plain = models.plain(config)
+    with refusals("[stream]"):
+        options = wrap_options(config, plain)
     in_memory = options | {"host_memory": None, "disk": None}
     if config.stream.disk is None:
         return _plan_with(in_memory, config, machine, models)
     room = max(1, room_on(machine, config).host_room())
     try:
         found = _plan_with(options | {"host_memory": room}, config, machine, models)
-        if found.step.host_beside and found.step.host_total > room:
-            room = max(1, room - found.step.host_beside)
+        if found.step.host_of_step and found.step.host_total > room:
+            room = max(1, room - found.step.host_of_step)
             found = _plan_with(options | {"host_memory": room}, config, machine, models)
         return found
     except MemoryError as error:
@@ -218,9 +226,7 @@ def plan_run(config: Config, machine: Machine, models: Models | None = None) -> 
         return replace(plan, beyond_disk=in_keys(str(error).partition("\n")[0]))
 
 
-def _plan_with(
-    options: Mapping[str, Any], config: Config, machine: Machine, models: Models | None
-) -> RunPlan:
+def _plan_with(options: Mapping[str, Any], config: Config, machine: Machine, models: Models) -> RunPlan:
     """A plan with these ``options`` of `streamer.wrap`; MemoryError if their ``host_memory`` is too small."""
     refused = None
     try:
@@ -231,9 +237,7 @@ def _plan_with(
     return _plan(config, machine, model, refused)
 
 
-def _wrapped(
-    options: Mapping[str, Any], config: Config, machine: Machine, models: Models | None
-) -> nn.Module:
+def _wrapped(options: Mapping[str, Any], config: Config, machine: Machine, models: Models) -> nn.Module:
     """The config's model on the virtual backend. With a disk what is frozen is where a run would find it: in
     the files of a pretrained model, if they are there. What is quantized there only they tell."""
     backend = VirtualBackend(machine.with_room())
@@ -248,7 +252,7 @@ def _wrapped(
             model = from_files(config, {**options, "disk": disks, "backend": backend})
         return model
     with refusals("[model]"):
-        model = (models or Models()).model(config)
+        model = models.model(config)
     with refusals("[stream]", besides=MemoryError):
         model = streamer.wrap(model, **options, backend=backend)
     return model
@@ -260,13 +264,39 @@ class Models:
     def __init__(self) -> None:
         self._built: dict[str, Any] = {}
 
+    def plain(self, config: Config) -> Any:
+        """The model of ``config`` without adapters, its weights not quantized; not to be changed."""
+        return self._once(replace(config, lora={}), quantized=False)
+
     def model(self, config: Config) -> Any:
-        """The model of ``config`` with its adapters, for parameters of ``stream.dtype``."""
-        key = repr((config.model, config.lora, config.stream.dtype))
+        """A copy of the model of ``config`` with its adapters, for parameters of ``stream.dtype``."""
+        return skeleton(self._once(config, quantized=_has_quantized(config)))
+
+    def _once(self, config: Config, *, quantized: bool) -> Any:
+        key = repr((config.model, config.lora, config.stream.dtype, quantized))
         if key not in self._built:
-            self._built[key] = without_values(config, quantized=_has_quantized(config))
-        found = self._built[key]
-        return skeleton(found) if isinstance(found, nn.Module) else found
+            self._built[key] = without_values(config, quantized=quantized)
+        return self._built[key]
+
+
+class Plans:
+    """Plans of configs on one machine, each planned once. After `SILENCE` a line says that more are under
+    way."""
+
+    def __init__(self, machine: Machine, models: Models) -> None:
+        self._machine = machine
+        self._models = models
+        self._known: dict[str, RunPlan] = {}
+        self._said = time.monotonic()
+
+    def __call__(self, config: Config) -> RunPlan:
+        text = dump_config(config)
+        if text not in self._known:
+            self._known[text] = plan_run(config, self._machine, self._models)
+            if time.monotonic() - self._said > SILENCE:
+                self._said = time.monotonic()
+                print(f"{len(self._known)} steps planned", file=sys.stderr, flush=True)
+        return self._known[text]
 
 
 def _has_quantized(config: Config) -> bool:
@@ -287,7 +317,7 @@ def _plan(
     except ConfigError as error:
         raise error.__cause__ if isinstance(error.__cause__, MemoryError) else error from None
     executor = wrapped(model).executor
-    # the plan shows what steps take beside what has its place by now
+    # a plan adds the needs of steps to the memory that is allocated by now
     executor.host_limit = UNLIMITED
     shape = config.train.per_device_train_batch_size, config.train.max_length
     # on the CPU, as data comes
@@ -300,7 +330,7 @@ def _plan(
     batches = [(tokens, tokens, options)] * config.train.gradient_accumulation_steps
     step = partial(step_on, config, model, optimizer, loss_function(model), batches)
     try:
-        plan = plan_step(executor, step, packed=bool(config.trainer.get("packing", True)))
+        plan = plan_step(executor, step, packed=bool((TRAINER | config.trainer)["packing"]))
     except (NotImplementedError, RuntimeError) as error:
         raise ConfigError(_without_values(error)) from error
     except (ValueError, IndexError, TypeError) as error:
@@ -345,6 +375,7 @@ def settle(
     *,
     ranks: int = 1,
     machines: int = 1,
+    models: Models | None = None,
 ) -> tuple[Config, Chosen | None]:
     """``config`` with a choice for each of ``stream.activations``, ``num_slots`` and ``micro_batch_size``
     that is "auto", and why each was chosen, or None if nothing was to be chosen.
@@ -353,17 +384,20 @@ def settle(
     sizes are then what is free now, and the rates those that `streamer.wrap` would take.
     Raises ConfigError for a config that cannot be run, and where nothing fits.
     """
-    stream, asked = config.stream, may_be_auto(config.stream)
-    if AUTO not in asked:
+    stream, may_be = config.stream, may_be_auto(config.stream)
+    models = models or Models()
+    if AUTO not in may_be:
         return config, None
     try:
         machine, room = (
             this_machine(stream, ranks, machines) if machine is None else (machine, room_on(machine, config))
         )
         room = replace(room, host_limit=limit_of(parse_bytes("host_memory", config.stream.host_memory)))
-        layers = find_layers(without_values(config), stream.layers)
+        layers = find_layers(models.plain(config), stream.layers)
         batch = config.train.per_device_train_batch_size
-        chosen = choose(_plan_of(config, machine), asked, room, layers=len(layers), batch=batch)
+        chosen = choose(
+            _plan_of(config, Plans(machine, models)), may_be, room, layers=len(layers), batch=batch
+        )
     except (TypeError, ValueError, MemoryError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError.of("[stream]", error) from error
     return with_keys(config, stream=chosen.choice.options()), chosen
@@ -376,15 +410,14 @@ def without_auto(config: Config) -> Config:
     return with_keys(config, stream=changed)
 
 
-def _plan_of(config: Config, machine: Machine) -> PlanOf:
-    """What plans a choice."""
-    models = Models()
+def _plan_of(config: Config, plans: Plans) -> PlanOf:
+    """A function that plans a choice for ``config``."""
 
     def plan(choice: Choice) -> StepPlan:
-        # what fits is seen to by whoever chooses
+        # `choose` checks what fits
         of_choice = with_keys(config, stream=choice.options() | {"device_memory": None})
         try:
-            return plan_run(of_choice, machine, models).step
+            return plans(of_choice).step
         except ConfigError as error:
             if isinstance(error.__cause__, AmbiguousBatchError):
                 raise error.__cause__ from None

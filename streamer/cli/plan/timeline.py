@@ -105,7 +105,7 @@ def draw_between(trace: Path, picture: Path, begin: float, end: float) -> None:
     order = {tid: len(rows) - 1 - row for row, tid in enumerate(rows)}
     # microseconds in a unit of the axis
     unit = 1e6 if end - begin > 5e6 else 1e3
-    seen: set[str] = set()
+    drawn: set[str] = set()
     for event in boxes(trace):
         if event["ts"] + event["dur"] < begin or event["ts"] > end:
             continue
@@ -113,7 +113,7 @@ def draw_between(trace: Path, picture: Path, begin: float, end: float) -> None:
         waiting = "exposed" in event["args"]
         if not waiting and kind in NOT_SHOWN:
             continue
-        seen.add("waiting" if waiting else kind)
+        drawn.add("waiting" if waiting else kind)
         axes.barh(
             order[event["tid"]],
             max(event["dur"], PIXEL * (end - begin)) / unit,
@@ -142,8 +142,8 @@ def draw_between(trace: Path, picture: Path, begin: float, end: float) -> None:
     axes.set_xlim(0, (end - begin) / unit)
     axes.set_xlabel("seconds" if unit > 1e3 else "milliseconds", fontsize=11)
     axes.tick_params(axis="x", labelsize=11)
-    legend = [Patch(color=colour, label=label) for kind, (colour, label) in COLOURS.items() if kind in seen]
-    if "waiting" in seen:
+    legend = [Patch(color=colour, label=label) for kind, (colour, label) in COLOURS.items() if kind in drawn]
+    if "waiting" in drawn:
         legend.append(Patch(color=WAITING, label="compute waits"))
     if gaps:
         legend.append(Patch(facecolor="white", edgecolor=WAITING, hatch="////", label=OUTSIDE))
