@@ -122,7 +122,7 @@ class Scratch:
 
     ``ranks`` of one machine share the files, and unwritten bytes are zero; if a transfer fails on one rank,
     all raise. For them, the constructor and `allocate` are collective calls, and raise RanksError for a
-    failure on another rank of any machine.
+    failure on another rank of any machine. Files that are not ``shared`` are for this rank alone.
 
     Raises DiskError for a folder that cannot be used, before anything is allocated, and ValueError for
     options out of range.
@@ -140,6 +140,7 @@ class Scratch:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
         ranks: Ranks | None = None,
+        shared: bool = True,
     ) -> None:
         if not folders:
             raise ValueError("disk=[]: give one folder or more")
@@ -159,7 +160,8 @@ class Scratch:
         self._transfers = itertools.count()
         self._uses: dict[Extent, _Use] = {}
         self._moved = dict.fromkeys(Direction, 0)
-        self._ranks = ranks or Ranks()
+        #: the ranks that share the files, and those that get the error of a failed transfer
+        self._ranks, self._told = (ranks or Ranks()) if shared else Ranks(), ranks or Ranks()
         with ExitStack() as opened:
             files = []
 
@@ -330,8 +332,7 @@ class Scratch:
             self._move(extent, memory, direction, moved)
             succeeded = True
         except DiskError as error:
-            if self._ranks is not None:
-                self._ranks.tell(error)
+            self._told.tell(error)
             raise
         finally:
             with self._lock:
@@ -455,9 +456,10 @@ class Disks:
         """The same for ``ranks``, which share the scratch files. The folders were tested before."""
         return Disks(self.folders, self._scratch, stored=self.stored, ranks=ranks)
 
-    def open(self) -> Scratch:
-        """New scratch files. With several ranks, a collective call."""
-        return self._scratch(self.folders, ranks=self._ranks)
+    def open(self, *, shared: bool = True) -> Scratch:
+        """New scratch files, ``shared`` by the ranks of this machine (then a collective call), or for this
+        rank alone."""
+        return self._scratch(self.folders, ranks=self._ranks, shared=shared)
 
     def reader(self, between: torch.Tensor) -> StoredTensors:
         """The reader of the parameters in files, which uses ``between`` as a buffer."""

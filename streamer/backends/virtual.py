@@ -326,7 +326,7 @@ class VirtualDisks:
         """A reader of ``stored``."""
         return VirtualReader()
 
-    def open(self) -> VirtualScratch:
+    def open(self, *, shared: bool = True) -> VirtualScratch:
         """New scratch files."""
         return VirtualScratch()
 

@@ -30,6 +30,7 @@ from streamer.errors import shortened, warn
 from streamer.optim.state import (
     State,
     begin_state,
+    check_once,
     check_owner,
     is_owner,
     load_moments,
@@ -342,6 +343,7 @@ class AdamW(Optimizer):
         group = self.param_groups[-1]
         try:
             check_group(group)
+            check_once(group["params"])
             homes = [*map(require_home, group["params"])]
             for home in homes:
                 check_state_dtype(home.slice.param, self.state_dtype)

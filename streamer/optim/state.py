@@ -5,7 +5,7 @@ conversion of moments between dtypes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -154,6 +154,14 @@ def _guarded(home: Home, moment: torch.Tensor, *, is_copy: bool = False) -> torc
     with unguarded():
         guarded.__dict__[TAG] = replace(tag, owners=storage_owners(guarded))
     return guarded
+
+
+def check_once(params: Collection[torch.Tensor]) -> None:
+    """Raise ValueError if ``params`` include one twice."""
+    if len({*map(id, params)}) < len(params):
+        raise ValueError(
+            "a parameter is in the optimizer twice: leave one of them out (tied weights are one)"
+        )
 
 
 def is_owner(home: Home, owner: object) -> bool:
