@@ -50,7 +50,7 @@ def calibrate(*, device: str | None, output: Path, disk: Sequence[str] = ()) -> 
         sizes, transfers = sizes_of(backend.device.type), None
         if disk:
             try:
-                transfers = Transfers(opened.enter_context(Scratch(disk)), sizes.disk_bytes)
+                transfers = Transfers(opened.enter_context(closing(Scratch(disk))), sizes.disk_bytes)
             except DiskError as error:
                 raise ConfigError(f"--disk: {error}") from error
         print(f"measuring {device_name(backend.device)}: {_described(sizes)}", flush=True)
