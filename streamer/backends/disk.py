@@ -330,8 +330,7 @@ class Disks:
         """The reader of the parameters in files, which uses ``between`` as a buffer."""
         return StoredTensors(between, ranks=self._ranks)
 
-    @staticmethod
-    def buffer(nbytes: int) -> torch.Tensor:
+    def buffer(self, nbytes: int) -> torch.Tensor:
         """Memory that is not shared with forked processes."""
         return mapped(nbytes, in_forks=False)
 

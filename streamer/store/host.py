@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
-from streamer.backends import disk
-from streamer.backends.stored_tensors import Pieces, between_bytes
+from streamer.backends.disk import Disks, Scratch
+from streamer.backends.stored_tensors import Pieces, StoredTensors, between_bytes
 from streamer.store.layout import Layout
-from streamer.store.on_disk import RING, Disk, StateOnDisk, StatePart, chunks_of
+from streamer.store.on_disk import RING, StateOnDisk, StatePart, chunks_of
 from streamer.store.placement import Placement
 from streamer.store.purposes import (
     ALL_MOMENTS,
@@ -36,31 +36,13 @@ from streamer.store.shard import HostShard, with_own_storage
 from streamer.store.shares import Division, Owned
 from streamer.store.weights_on_disk import (
     WEIGHT_BUFFERS,
-    Reader,
     WeightsInFiles,
     WeightsInScratch,
     stored_part,
 )
 
-
-class Disks(Protocol):
-    """The folders of `wrap`'s ``disk=``, if state ``may_write`` there, and frozen parameters that are
-    ``stored`` in files, by name: see `streamer.backends.disk.Disks`. `open` creates scratch files in the
-    folders, ``shared`` by the ranks of a machine or not, `reader` reads stored parameters through the buffer
-    ``between``, and `buffer` allocates memory for both."""
-
-    stored: Mapping[str, Pieces]
-    may_write: bool
-
-    def open(self, *, shared: bool = True) -> Disk: ...
-
-    def reader(self, between: torch.Tensor) -> Reader: ...
-
-    def buffer(self, nbytes: int) -> torch.Tensor: ...
-
-
 #: Disks without a folder and without files.
-NO_DISKS: Disks = disk.Disks([])
+NO_DISKS = Disks([])
 
 
 class Allocate(Protocol):
@@ -105,8 +87,8 @@ class HostStore:
         #: pieces that `exchange` has allocated: their shards, purposes, memory and bytes
         self._exchanged: list[tuple[HostShard, str, weakref.ref[Any], int]] = []
         #: by purpose, its scratch files
-        self.scratch: dict[str, Disk] = {}
-        self._readers: list[Reader] = []
+        self.scratch: dict[str, Scratch] = {}
+        self._readers: list[StoredTensors] = []
         self._ring: list[torch.Tensor] = []
         #: buffers that weights on disk pass through
         self.weight_ring: list[torch.Tensor] = []
@@ -338,7 +320,7 @@ class HostStore:
             self._apart[purpose.name] = [it for it in self._apart[purpose.name] if it not in before]
 
     def _reserve(
-        self, purposes: Sequence[Purpose], shards: Sequence[HostShard], known: Disk | None = None
+        self, purposes: Sequence[Purpose], shards: Sequence[HostShard], known: Scratch | None = None
     ) -> list[tuple[HostShard, StatePart]]:
         """Allocate room on disk for ``shards``, in new scratch files or by extending the ``known`` ones."""
         if not shards:

@@ -23,7 +23,8 @@ from torch import nn
 import streamer
 import streamer_native as native
 from streamer.backends.base import COPIES, Backend, Event, Lane, Span
-from streamer.backends.disk import Disks, Scratch
+from streamer.backends.disk import Scratch
+from streamer.backends.host_memory import mapped
 from streamer.optim.update import ParamUpdate, UnitUpdate, update_shard
 from streamer.planner.cost import Operations
 from streamer.store.host import HostStore
@@ -199,7 +200,7 @@ class Transfers:
     def works(self) -> dict[Lane, Work]:
         """The next read and the next write, for the lanes that they run on. First every extent is written
         once: a drive knows what was never written, and reads nothing."""
-        source, into = (Disks.buffer(self.nbytes) for _ in range(2))
+        source, into = (mapped(self.nbytes, in_forks=False) for _ in range(2))
         source.random_(0, 256)  # some drives compress
         for extent in (*self._read, *self._written):
             self._scratch.write(extent, source)

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from streamer.backends.base import Lock
-from streamer.backends.disk import Extent
-from streamer.store.on_disk import Disk
+from streamer.backends.disk import Extent, Scratch
 
 #: Bytes from which a tensor is read on its own.
 LEAST = 64 << 10
@@ -38,7 +37,7 @@ Keep = Callable[[list[Any]], None]
 class OnDisk:
     """A tensor in an extent of ``disk``. ``buffer`` returns memory to read it into."""
 
-    disk: Disk
+    disk: Scratch
     extent: Extent
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -67,7 +66,7 @@ class OnDisk:
 class Spill:
     """Moves the state of parts between memory and a disk. ``buffer`` allocates memory for transfers."""
 
-    def __init__(self, disk: Disk, buffer: Callable[[int], torch.Tensor]) -> None:
+    def __init__(self, disk: Scratch, buffer: Callable[[int], torch.Tensor]) -> None:
         self._disk = disk
         self._buffer = buffer
         self._reading: dict[Key, Future[list[Any]]] = {}
