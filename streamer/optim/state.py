@@ -121,25 +121,23 @@ def place_moments(executor: Executor, state_dtype: torch.dtype) -> frozenset[int
     return frozenset()
 
 
-def take_over(
-    homes: Sequence[Home], models: Iterable[Executor], state_dtype: torch.dtype, owner: object
-) -> None:
-    """Let ``owner`` update these parameters from now on, with zero moments; ``models`` are those that it has
-    not updated yet. Raises MemoryError, before any change, if one of them has no room."""
-    placed = {executor: place_moments(executor, state_dtype) for executor in models}
-    for executor in dict.fromkeys(home.executor for home in homes):
-        executor.wait_for_saving()  # of the moments that are freed or cleared
-    are_zero = set()
-    for executor in placed:
+def take_over(homes: Sequence[Home], state_dtype: torch.dtype, owner: object, *, is_new: bool) -> None:
+    """Let ``owner``, ``is_new`` to their model, update these parameters from now on, with zero moments.
+    Raises MemoryError, before any change, if there is no room."""
+    executor = homes[0].executor
+    placed = place_moments(executor, state_dtype) if is_new else frozenset()
+    executor.wait_for_saving()  # of the moments that are freed or cleared
+    are_zero = False
+    if is_new:
         executor.synchronize()
         if not executor.store.holds(MOMENTS[state_dtype]):
-            executor.add_moments(MOMENTS[state_dtype], placed[executor], ALL_MOMENTS)
+            executor.add_moments(MOMENTS[state_dtype], placed, ALL_MOMENTS)
             executor.updated_by.clear()
-            are_zero.add(executor)
+            are_zero = True
     for home in homes:
-        home.executor.updated_by[home.slice.param.name] = owner
-        if home.slice.param.trainable and home.executor not in are_zero:
-            with home.executor.writing_state(f"clearing the moments of '{home.slice.param.name}'"):
+        executor.updated_by[home.slice.param.name] = owner
+        if home.slice.param.trainable and not are_zero:
+            with executor.writing_state(f"clearing the moments of '{home.slice.param.name}'"):
                 _clear(home, state_dtype)
 
 
