@@ -122,6 +122,8 @@ class ScratchFile:
         if of_other is not None:
             self.share()
             self.why_not = of_other[1]
+            if not self.why_not:
+                system.set_direct(self._fd)
         elif direct:
             self.why_not = self._try_direct()
 
