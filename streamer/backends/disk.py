@@ -122,7 +122,7 @@ class Scratch:
         self._torn: set[Extent] = set()
         self._moved = dict.fromkeys(Direction, 0)
         #: the ranks that share the files, and those that get the error of a failed transfer
-        self._ranks, self._told = (ranks or Ranks()) if shared else Ranks(), ranks or Ranks()
+        self._ranks, self._all_ranks = (ranks or Ranks()) if shared else Ranks(), ranks or Ranks()
         with ExitStack() as opened:
             files = []
 
@@ -275,7 +275,7 @@ class Scratch:
         try:
             run_all(jobs)
         except DiskError as error:
-            self._told.tell(error)
+            self._all_ranks.tell(error)
             raise
         if direction is Direction.WRITE:
             self._torn.discard(extent)

@@ -312,8 +312,6 @@ class AdamW(Optimizer):
         #: built from
         self._by_unit: dict[int, _Members] = {}
         self._known: list[Any] = []
-        #: the parameters that no longer belong to a wrapped model
-        self._homeless: list[torch.Tensor] = []
         #: by the identity of a group, the hyperparameters with which backward updated layers
         self._used_in_backward: dict[int, Hyper] = {}
         #: the identities of the parameters that were updated
@@ -383,9 +381,6 @@ class AdamW(Optimizer):
         for group in self.param_groups:
             check_group(group)
         updated = [mine for each in self._members() if (mine := each.with_gradient()) is not None]
-        for param in self._homeless:
-            if param.grad is not None:
-                require_home(param)  # raises the ValueError
         for mine in updated:
             mine.check_owner(self.token)
         for mine in updated:
@@ -467,7 +462,6 @@ class AdamW(Optimizer):
                     if (home := home_of(param)) is not None:
                         members[id(home.unit)].append(_Member(param, home, group, (number, place)))
             self._by_unit = {key: _Members(of_unit) for key, of_unit in members.items()}
-            self._homeless = [param for param, home in zip(params, homes, strict=True) if home is None]
             self._known = now
         return [*self._by_unit.values()]
 
