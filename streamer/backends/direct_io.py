@@ -114,36 +114,34 @@ class ScratchFile:
             )
         if not os.path.isdir(folder):
             raise DiskError(f"disk={self} is not a folder: give a folder", errno.ENOTDIR)
-        self._fd = self._open() if of_other is None else of_other[0]
+        self.fd = self._open() if of_other is None else of_other[0]
         self.nbytes = 0
         # a copy of the descriptor in a forked child goes with that child
         self._close_by(_close)
         self.why_not = "direct I/O is switched off"
         if of_other is not None:
-            self.share()
             self.why_not = of_other[1]
             if not self.why_not:
-                system.set_direct(self._fd)
+                system.set_direct(self.fd)
         elif direct:
             self.why_not = self._try_direct()
 
     def __str__(self) -> str:
         return str(self.folder)
 
-    def share(self) -> int:
-        """The file's descriptor, for other processes that are about to open the file. From now on its bytes
-        are freed when all of them, and their children, have closed it."""
+    def share(self) -> None:
+        """From now on its bytes are freed when all processes that have opened the file, and their children,
+        have closed it."""
         self._finalizer.detach()
         self._close_by(_close_shared)
-        return self._fd
 
     def _close_by(self, close: Callable[[int, Process], None]) -> None:
-        self._finalizer = weakref.finalize(self, close, self._fd, Process())
+        self._finalizer = weakref.finalize(self, close, self.fd, Process())
         self._finalizer.atexit = False  # the kernel closes files
 
     def free(self) -> int:
         """Bytes that this process may still allocate on the file system."""
-        found = os.fstatvfs(self._fd)
+        found = os.fstatvfs(self.fd)
         return found.f_bavail * found.f_frsize
 
     def allocate(self, nbytes: int) -> None:
@@ -157,24 +155,24 @@ class ScratchFile:
         # if the file system cannot allocate, the C library writes a byte into each block, which is no direct
         # I/O
         if not self.why_not:
-            _clear_direct(self._fd)
+            _clear_direct(self.fd)
         try:
-            self._system.allocate(self._fd, self.nbytes, more)
-            os.fdatasync(self._fd)
-            os.posix_fadvise(self._fd, self.nbytes, more, os.POSIX_FADV_DONTNEED)
+            self._system.allocate(self.fd, self.nbytes, more)
+            os.fdatasync(self.fd)
+            os.posix_fadvise(self.fd, self.nbytes, more, os.POSIX_FADV_DONTNEED)
         except OSError as error:
-            os.ftruncate(self._fd, self.nbytes)
+            os.ftruncate(self.fd, self.nbytes)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise too_full(self.folder, more, self.free(), error.errno) from error
             raise self._failed("allocating", error, more, self.nbytes) from error
         finally:
             if not self.why_not:
-                self._system.set_direct(self._fd)
+                self._system.set_direct(self.fd)
         self.nbytes = nbytes
 
     def shrink(self, nbytes: int) -> None:
         """Free the bytes from ``nbytes`` on."""
-        os.ftruncate(self._fd, nbytes)
+        os.ftruncate(self.fd, nbytes)
         self.nbytes = nbytes
 
     def read(self, into: memoryview, offset: int) -> None:
@@ -182,23 +180,23 @@ class ScratchFile:
         DiskError if not all of it could be read."""
         self._move(self._system.preadv, into, offset, "reading")
         if self.why_not:
-            os.posix_fadvise(self._fd, offset, len(into), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self.fd, offset, len(into), os.POSIX_FADV_DONTNEED)
 
     def write(self, source: memoryview, offset: int) -> None:
         """Write ``source`` from ``offset`` on; as `read`."""
         self._move(self._system.pwritev, source, offset, "writing")
         if self.why_not:
             try:
-                os.fdatasync(self._fd)
+                os.fdatasync(self.fd)
             except OSError as error:
                 raise self._failed("writing", error, len(source), offset) from error
-            os.posix_fadvise(self._fd, offset, len(source), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self.fd, offset, len(source), os.POSIX_FADV_DONTNEED)
 
     def cached_bytes(self) -> int:
         """Bytes of this file in the page cache; takes a byte for each page; for tests."""
         if not self.nbytes:
             return 0
-        with mmap.mmap(self._fd, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
+        with mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
             resident = bytearray(-(-self.nbytes // mmap.PAGESIZE))
             one = (ctypes.c_ubyte * len(resident)).from_buffer(resident)
             mincore = ctypes.CDLL(None, use_errno=True).mincore
@@ -232,18 +230,18 @@ class ScratchFile:
         """Turn direct I/O on and write one block. Returns the reason why it cannot be used, or ""."""
         self.allocate(ALIGNMENT)
         try:
-            self._system.set_direct(self._fd)
+            self._system.set_direct(self.fd)
             self._write_one_block()
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            _clear_direct(self._fd)
+            _clear_direct(self.fd)
             return "the file system refuses direct I/O"
         finally:
             cached = self.cached_bytes()
             self.shrink(0)
         if cached:
-            _clear_direct(self._fd)
+            _clear_direct(self.fd)
             return "the file system puts direct I/O into the page cache (tmpfs keeps files in host memory)"
         return ""
 
@@ -255,7 +253,7 @@ class ScratchFile:
 
     def _move(self, call: Transfer, memory: memoryview, offset: int, verb: str) -> None:
         failed = partial(self._failed, verb)
-        _move(call, self._fd, memory, offset, least=len(memory), failed=failed)
+        _move(call, self.fd, memory, offset, least=len(memory), failed=failed)
 
     def _failed(self, verb: str, error: OSError, nbytes: int, offset: int) -> DiskError:
         fix = _FIXES.get(error.errno or 0, "give another folder")

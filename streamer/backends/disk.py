@@ -124,29 +124,24 @@ class Scratch:
         #: the ranks that share the files, and those that get the error of a failed transfer
         self._ranks, self._all_ranks = (ranks or Ranks()) if shared else Ranks(), ranks or Ranks()
         with ExitStack() as opened:
-            files = []
+            files = list[ScratchFile]()
 
-            def make() -> None:
+            def make() -> tuple[list[int], list[str]]:
                 for folder in folders:
-                    file = ScratchFile(folder, direct=direct_io, system=system or System())
-                    opened.callback(file.close)
-                    files.append(file)
+                    files.append(ScratchFile(folder, direct=direct_io, system=system or System()))
+                    opened.callback(files[-1].close)
                 if direct_io and (found := "; ".join(f"disk={f}: {f.why_not}" for f in files if f.why_not)):
                     warn(f"no direct I/O: {found}. Transfers go through the page cache, which is slower")
+                return [file.fd for file in files], [file.why_not for file in files]
 
-            def make_shared() -> tuple[list[int], list[str]]:
-                make()
-                return [file.share() for file in files], [file.why_not for file in files]
-
-            if self._ranks.is_alone:
-                make()
-            else:
-                passed, found = self._ranks.share_files("making scratch files", make_shared)
-                for folder, number, why_not in zip(folders, passed, found, strict=True):
-                    if not self._ranks.is_first_of_machine:
-                        file = ScratchFile(folder, system=system or System(), of_other=(number, why_not))
-                        opened.callback(file.close)
-                        files.append(file)
+            numbers, reasons = self._ranks.share_files("making scratch files", make)
+            if not self._ranks.is_first_of_machine:
+                for folder, number, why_not in zip(folders, numbers, reasons, strict=True):
+                    files.append(ScratchFile(folder, system=system or System(), of_other=(number, why_not)))
+                    opened.callback(files[-1].close)
+            if self.is_shared:
+                for file in files:
+                    file.share()
             opened.pop_all()
         self._in_flight = in_flight
         self._block_bytes = self.padded(block_bytes)

@@ -412,6 +412,7 @@ def test_a_failed_trial_is_an_error_of_the_disk(folder: Path) -> None:
 
     with pytest.raises(DiskError, match=r"writing 4096 bytes at offset 0 .*Input/output error"):
         Scratch([folder], system=System(pwritev=fails))
+    gc.collect()
     assert descriptors(folder) == []
 
 
