@@ -33,7 +33,7 @@ from streamer.engine.paging.early_updates import Update
 from streamer.engine.paging.executor import Executor
 from streamer.engine.unit import Unit
 from streamer.optim.replay.probe import way_of
-from streamer.optim.replay.room import beyond, held_bytes, needed_by
+from streamer.optim.replay.room import held_bytes, needed_by
 from streamer.optim.replay.rules import rule_of
 from streamer.optim.replay.shadow import CoupledError, StandIns, Values, plain_step, stand_in_for
 from streamer.optim.replay.shard_parts import (
@@ -49,6 +49,7 @@ from streamer.optim.replay.shard_parts import (
 from streamer.optim.replay.spill import IN_MEMORY, Spill
 from streamer.optim.replay.step import Call, Masters, StateInMemory, StateOnDisk, Step, Way
 from streamer.optim.replay.waiting_state import WaitingState
+from streamer.store import placement
 from streamer.store.ledger import UNLIMITED, require
 from streamer.store.purposes import ALL_MOMENTS, BF16, FP16, FP32, OPTIMIZER_STATE, UPDATE_SCRATCH
 from streamer.store.shard import HostShard
@@ -164,8 +165,11 @@ class Replay:
         if not executor.store.can_move or self._way is not Way.PARTS or not executor.gradients.are_kept:
             require(what, room)
         require(what, replace(room, needed=(scratch + ring) * here))
+        # the units updated first go first
         units = [[id(param) for part in of_unit for param in part.params] for of_unit in of_units.values()]
-        self._spill(optimizer, beyond(units, needed, left))
+        sizes = {number: sum(needed[param] for param in params) for number, params in enumerate(units)}
+        _, gone = placement.place([placement.Way(0, sizes)], left)
+        self._spill(optimizer, {param for number in gone for param in units[number]})
         on_disk = sum(needed[param] for param in self._on_disk)
         executor.optimizer_state[self] = sum(needed.values()) - on_disk + ring
         executor.optimizer_state_on_disk[self] = on_disk
