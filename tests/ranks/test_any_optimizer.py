@@ -149,6 +149,43 @@ def test_each_rank_has_a_part_of_the_state_on_its_disk(machines: int | None, tmp
         assert all((one == other).all() for one, other in zip(arrays, alone, strict=True))
 
 
+def train_by_two(folder: str | None) -> tuple[Arrays, dict[str, int]]:
+    """Half of the parameters by another optimizer than `streamer.AdamW`; with a ``folder``, part of both
+    optimizers' state is on disk."""
+    options: dict[str, Any] = {}
+    if folder is not None:
+        options = {"disk": disks(Path(folder)), "process_group": everyone()}
+    model = streamer.wrap(
+        tiny_gpt(**WIDE), layers="transformer.h", device="cpu", dtype=torch.bfloat16, **options
+    )
+    executor, params = wrapped(model).executor, [*model.parameters()]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.RMSprop(params[::2], lr=1e-3, momentum=0.9)]
+    if folder is not None:
+        executor.host_limit = sum(executor.host_bytes().values()) + 10_500_000
+    optimizers.append(streamer.AdamW(params[1::2], lr=1e-3))
+    executor.host_limit += 5_000_000  # for three parts of each rank
+    for step in range(3):
+        torch.manual_seed(step)
+        language_loss(model, step).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+    found = [master(param).numpy() for param in params], streamer.stats(model).disk_bytes
+    streamer.unwrap(model)
+    return found
+
+
+def on_each_rank(rank: int, folder: str) -> tuple[Arrays, dict[str, int]]:
+    return train_by_two(folder)
+
+
+def test_two_optimizers_of_ranks_have_state_on_disk(tmp_path: Path) -> None:
+    alone, _ = train_by_two(None)
+    for arrays, disk_bytes in run_ranks(2, on_each_rank, str(tmp_path)):
+        assert {*disk_bytes} == {"exp_avg", "exp_avg_sq", "optimizer state"}
+        assert all((one == other).all() for one, other in zip(arrays, alone, strict=True))
+
+
 def refused(rank: int, machines: str | None, disk: str | None) -> str:
     model = streamer.wrap(
         tiny_gpt(**WIDE),
