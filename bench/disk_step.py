@@ -39,6 +39,7 @@ from torch import nn
 import streamer
 from bench.common import RESULTS, load_average, provenance, quartiles, write_json
 from bench.markdown import Report, spread, table
+from bench.slow import SlowDisk
 from models.gpt2 import GPT
 from streamer.backends.base import DISKS, Backend
 from streamer.backends.disk import Direction, Disks, Scratch
@@ -219,8 +220,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     rates: list[float | None] = [None, *(1e6 * rate for rate in options.throttle)]
     contenders: dict[tuple[str, float | None], Placement] = {(MEMORY, None): Placement(options, None, None)}
     for rate in rates:
-        throttle = {} if rate is None else dict.fromkeys(Direction, rate)
-        scratch: Callable[..., Scratch] = partial(Scratch, throttle=throttle)
+        rates_of = {} if rate is None else dict.fromkeys(Direction, rate)
+        scratch: Callable[..., Scratch] = partial(SlowDisk, rates=rates_of)
         for name, budget in budgets.items():
             contenders[name, rate] = Placement(options, budget, Disks([options.folder], scratch))
     seconds: dict[tuple[str, float | None], list[float]] = {key: [] for key in contenders}

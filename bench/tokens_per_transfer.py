@@ -39,9 +39,10 @@ import streamer
 from bench.common import RESULTS, load_average, provenance, write_json
 from bench.markdown import Report, spread, table
 from bench.no_values import add_option, go_on_without_values
+from bench.slow import SlowBus
 from bench.versus import Builders, measure, row, start_cuda
 from bench.versus_contenders import PLAIN_BF16, PLAIN_FP32, Contender, Plain, Streamer, Task
-from streamer.backends.base import Backend, Lane
+from streamer.backends.base import Backend
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.handle import wrapped
 
@@ -234,8 +235,7 @@ def bus(gb_per_second: float | None) -> ThreadBackend:
     """A backend of threads with copies at this rate each way; None copies at the speed of memory."""
     if gb_per_second is None:
         return ThreadBackend()
-    rate = gb_per_second * 1e9
-    return ThreadBackend(bytes_per_second={Lane.H2D: rate, Lane.D2H: rate})
+    return SlowBus(gb_per_second * 1e9)
 
 
 def builders(task: Task, options: argparse.Namespace, gb_per_second: float | None) -> Builders:

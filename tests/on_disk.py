@@ -87,7 +87,7 @@ def disks(folder: Path, count: int = 1, **options: Any) -> Disks:
     folders = [folder / f"disk{number}" for number in range(count)]
     for each in folders:
         each.mkdir(exist_ok=True)
-    return Disks(folders, partial(Scratch, **({"direct_io": "off", "in_flight": 2} | options)))
+    return Disks(folders, partial(Scratch, **({"direct_io": False, "in_flight": 2} | options)))
 
 
 def least_budget(model: nn.Module, **options: Any) -> int:

@@ -8,51 +8,37 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
-C = TypeVar("C")
 
 
-class Handover(Generic[K, C]):
-    """Copy on write: ``keys`` name the data to read. Before it changes the data of a key, a thread calls
-    `before_change`. That copies the data if it was not read yet, or waits until it is read if there are
-    ``most_copies`` copies already."""
+class Handover(Generic[K]):
+    """``keys`` name the data to read. Before it changes the data of a key, a thread calls `before_change`,
+    which waits until the data is read."""
 
-    def __init__(self, keys: Iterable[K], *, most_copies: int) -> None:
+    def __init__(self, keys: Iterable[K]) -> None:
         self._left = list(keys)
-        self._copies: dict[K, C] = {}
-        self._reading: K | None = None
-        self._most_copies = most_copies
         self._changed = threading.Condition()
 
-    def before_change(self, key: K, copy: Callable[[], C]) -> None:
+    def before_change(self, key: K) -> None:
         """Return when the data of ``key`` may be changed. Not to be called by the reading thread."""
         with self._changed:
-            while key in self._left and key not in self._copies:
-                if key != self._reading and len(self._copies) < self._most_copies:
-                    self._copies[key] = copy()
-                else:
-                    self._changed.wait()
+            self._changed.wait_for(lambda: key not in self._left)
 
-    def read_all(self, read: Callable[[K, C | None], None]) -> None:
-        """Call ``read`` with every key and its copy, if there is one. An error ends all waiting."""
+    def read_all(self, read: Callable[[K], None]) -> None:
+        """Call ``read`` with every key, in order. An error ends all waiting."""
         try:
             while self._left:
+                read(self._left[0])
                 with self._changed:
-                    # copies first: they take memory, and a thread may wait until there are fewer
-                    key = next(iter(self._copies), self._left[0])
-                    self._reading = key
-                    copy = self._copies.get(key)
-                read(key, copy)
-                with self._changed:
-                    del copy
-                    self._left.remove(key)
-                    self._copies.pop(key, None)
-                    self._reading = None
+                    self._left.pop(0)
                     self._changed.notify_all()
         finally:
-            with self._changed:
-                self._left.clear()
-                self._copies.clear()
-                self._changed.notify_all()
+            self.stop()
+
+    def stop(self) -> None:
+        """Read no more, and end all waiting."""
+        with self._changed:
+            self._left.clear()
+            self._changed.notify_all()
 
 
 class Background(Future[None]):

@@ -256,10 +256,6 @@ class Backend(abc.ABC):
     def host_available(self) -> int:
         """Bytes available in host memory."""
 
-    def host_lockable(self) -> int | None:
-        """Bytes of host memory that may be page-locked, None if no limit is known."""
-        return None
-
     def device_used(self) -> tuple[int, int] | None:
         """Bytes of all tensors on the device, now and at their peak, if its allocator counts them."""
         return None

@@ -12,7 +12,6 @@ Here a block is one anonymous mapping, registered with CUDA.
 
 from __future__ import annotations
 
-import mmap
 import platform
 import resource
 import sys
@@ -37,16 +36,13 @@ from streamer.backends.base import (
     Process,
     Span,
 )
-from streamer.backends.host_memory import RAISE_LOCKED_LIMIT, available_bytes, mapped, reserved
+from streamer.backends.host_memory import available_bytes, mapped, reserved
 from streamer.backends.thread import Worker
 from streamer.errors import warn
 from streamer.torch_private import CudaMark, allocator_settings, set_allocator
 
 #: From CUDA's runtime API: page-locked for every CUDA context, not only for the one that is current.
 REGISTER_PORTABLE = 1
-
-#: A larger limit of locked memory is not tested.
-MOST_TRIED_BYTES = 1 << 26
 
 
 class PinnedBlocks:
@@ -91,30 +87,6 @@ class PinnedBlocks:
         while self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered.pop())
 
-    def limit(self) -> int | None:
-        """Bytes that may be page-locked, or None where no limit is known.
-
-        NVIDIA's kernel module pins the pages of a registration itself and does not count them towards
-        RLIMIT_MEMLOCK (os_lock_user_pages in kernel-open/nvidia/os-mlock.c of its sources), of which a
-        process usually has no more than 64 KiB or 8 MiB. So the limit counts only if a page can be registered
-        and a block just above the limit cannot. A limit too large for that test does not count; if it applies
-        after all, `allocate` warns.
-        """
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        if soft == resource.RLIM_INFINITY or soft > MOST_TRIED_BYTES:
-            return None
-        is_held = self._can_register(mmap.PAGESIZE) and not self._can_register(soft + mmap.PAGESIZE)
-        return soft if is_held else None
-
-    def _can_register(self, nbytes: int) -> bool:
-        block = mapped(nbytes, in_forks=False)
-        cudart = torch.cuda.cudart()
-        if int(cudart.cudaHostRegister(block.data_ptr(), nbytes, REGISTER_PORTABLE)):
-            _forget_error(self._device)
-            return False
-        cudart.cudaHostUnregister(block.data_ptr())
-        return True
-
     def _register(self, address: int, nbytes: int) -> None:
         error = torch.cuda.cudart().cudaHostRegister(address, nbytes, REGISTER_PORTABLE)
         if int(error) == 0:
@@ -124,9 +96,9 @@ class PinnedBlocks:
         _forget_error(self._device)
         # CUDA on WSL User Guide, known limitations: there is less memory to pin than there is memory
         is_wsl = "microsoft" in platform.release().lower()
-        remedy = (
-            "WSL has no more of it; Linux itself has" if is_wsl else f"Raise it with {RAISE_LOCKED_LIMIT}"
-        )
+        remedy = "Raise it with 'ulimit -l unlimited', or '--ulimit memlock=-1' for a container"
+        if is_wsl:
+            remedy = "WSL has no more of it; Linux itself has"
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
         warn(
@@ -400,10 +372,6 @@ class CudaBackend(Backend):
 
     def host_available(self) -> int:
         return available_bytes()
-
-    def host_lockable(self) -> int | None:
-        with torch.cuda.device(self.device):
-            return self._pinned.limit()
 
     def device_used(self) -> tuple[int, int] | None:
         return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)

@@ -6,8 +6,8 @@ kernel frees the file. A file system that lacks O_TMPFILE gets a named file that
 Direct I/O (O_DIRECT) moves bytes between a drive and the caller's memory. Some file systems refuse it, and
 some accept the flag but still use the page cache (tmpfs keeps its files only there). So a new file is
 tested: one block is written, and mincore(2) tells whether it is in the page cache. Without direct I/O every
-transfer goes through the page cache and is then dropped from it: sync_file_range(2) waits until the bytes are
-on the drive, posix_fadvise(2) drops the pages. That costs a copy by the processor, and a write no longer
+transfer goes through the page cache and is then dropped from it: fdatasync(2) waits until the bytes are on
+the drive, posix_fadvise(2) drops the pages. That costs a copy by the processor, and a write no longer
 overlaps the drive's work with the copy of its next block.
 """
 
@@ -34,24 +34,12 @@ from streamer.errors import DiskError, exact_amount
 if sys.platform == "linux":
     import fcntl
 
-#: Addresses, offsets and sizes are multiples of at least this: a page, a block of ext4 and XFS. Drives may
-#: accept less (512 bytes), but ext4 then locks the whole file for a write of part of a block.
+#: Addresses, offsets and sizes are multiples of this: a page, a block of ext4 and XFS. Drives may accept less
+#: (512 bytes), but ext4 then locks the whole file for a write of part of a block.
 ALIGNMENT = 4096
 
 #: A transfer fails after this many calls in succession that moved too little to continue from.
 MOST_STUCK = 16
-
-#: File systems whose files are in memory, by the number that statfs(2) gives (linux/magic.h).
-IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
-
-#: From linux/stat.h and fcntl.h.
-_AT_EMPTY_PATH = 0x1000
-_STATX_DIOALIGN = 0x2000
-_STATX_BYTES = 256
-_STATX_MASK_AT = 0x00
-_STATX_DIO_MEM_ALIGN_AT = 0x98
-_STATX_DIO_OFFSET_ALIGN_AT = 0x9C
-_SYNC_FILE_RANGE_WAIT_WRITE_WAIT = 7
 
 #: The remedy for an error of a transfer.
 _FIXES = {
@@ -65,29 +53,6 @@ _FIXES = {
 }
 
 Transfer = Callable[[int, Sequence[memoryview], int], int]
-
-
-def file_system(fd: int) -> int:
-    """The number of the file system's kind, from statfs(2); 0 if it is unknown."""
-    fstatfs = getattr(ctypes.CDLL(None), "fstatfs", None)
-    # struct statfs has 120 bytes, and begins with a long
-    answer = (ctypes.c_long * 64)()
-    if fstatfs is None or fstatfs(fd, answer):
-        return 0
-    return int(answer[0]) & 0xFFFFFFFF
-
-
-def direct_alignment(fd: int) -> int | None:
-    """The alignment of direct I/O on an open file, for memory and offsets, from statx(2). None if statx does
-    not report it (before Linux 6.1, some file systems, C libraries without statx)."""
-    statx = getattr(ctypes.CDLL(None), "statx", None)
-    answer = (ctypes.c_uint32 * (_STATX_BYTES // 4))()
-    if statx is None or statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer):
-        return None
-    if not answer[_STATX_MASK_AT] & _STATX_DIOALIGN:
-        return None
-    # 0 for a file without direct I/O
-    return max(answer[_STATX_DIO_MEM_ALIGN_AT // 4], answer[_STATX_DIO_OFFSET_ALIGN_AT // 4]) or None
 
 
 def set_direct(fd: int) -> None:
@@ -108,8 +73,6 @@ class System:
     preadv: Transfer = getattr(os, "preadv", _absent)
     pwritev: Transfer = getattr(os, "pwritev", _absent)
     set_direct: Callable[[int], None] = set_direct
-    direct_alignment: Callable[[int], int | None] = direct_alignment
-    file_system: Callable[[int], int] = file_system
 
 
 def check_system(what: object) -> None:
@@ -136,10 +99,10 @@ class ScratchFile:
         *,
         direct: bool = True,
         system: System,
-        of_other: tuple[int, int, str] | None = None,
+        of_other: tuple[int, str] | None = None,
     ) -> None:
         """``of_other`` is a file that another process has created: its descriptor in this process, and the
-        ``alignment`` and ``why_not`` found there."""
+        ``why_not`` found there."""
         self.folder = Path(folder)
         check_system(f"disk={self}")
         self._system = system
@@ -151,40 +114,34 @@ class ScratchFile:
             )
         if not os.path.isdir(folder):
             raise DiskError(f"disk={self} is not a folder: give a folder", errno.ENOTDIR)
-        self._fd = self._open() if of_other is None else of_other[0]
+        self.fd = self._open() if of_other is None else of_other[0]
         self.nbytes = 0
         # a copy of the descriptor in a forked child goes with that child
-        self._finalizer = weakref.finalize(self, _close, self._fd, Process())
-        self._finalizer.atexit = False  # the kernel closes files
-        if of_other is not None:
-            self.share()
-            _, self.alignment, self.why_not = of_other
-            return
-        self.alignment = ALIGNMENT
+        self._close_by(_close)
         self.why_not = "direct I/O is switched off"
-        if direct:
-            self.alignment = max(ALIGNMENT, system.direct_alignment(self._fd) or ALIGNMENT)
+        if of_other is not None:
+            self.why_not = of_other[1]
+            if not self.why_not:
+                system.set_direct(self.fd)
+        elif direct:
             self.why_not = self._try_direct()
 
     def __str__(self) -> str:
         return str(self.folder)
 
-    def share(self) -> int:
-        """The file's descriptor, for other processes that are about to open the file. From now on its bytes
-        are freed when all of them, and their children, have closed it."""
+    def share(self) -> None:
+        """From now on its bytes are freed when all processes that have opened the file, and their children,
+        have closed it."""
         self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, _close_shared, self._fd, Process())
-        self._finalizer.atexit = False
-        return self._fd
+        self._close_by(_close_shared)
 
-    @property
-    def device(self) -> int:
-        """The number of the file's device: folders of one file system share it."""
-        return os.fstat(self._fd).st_dev
+    def _close_by(self, close: Callable[[int, Process], None]) -> None:
+        self._finalizer = weakref.finalize(self, close, self.fd, Process())
+        self._finalizer.atexit = False  # the kernel closes files
 
     def free(self) -> int:
         """Bytes that this process may still allocate on the file system."""
-        found = os.fstatvfs(self._fd)
+        found = os.fstatvfs(self.fd)
         return found.f_bavail * found.f_frsize
 
     def allocate(self, nbytes: int) -> None:
@@ -193,51 +150,53 @@ class ScratchFile:
         if nbytes <= self.nbytes:
             return
         more = nbytes - self.nbytes
+        if more > self.free():
+            raise too_full(self.folder, more, self.free())
         # if the file system cannot allocate, the C library writes a byte into each block, which is no direct
         # I/O
         if not self.why_not:
-            _clear_direct(self._fd)
+            _clear_direct(self.fd)
         try:
-            self._system.allocate(self._fd, self.nbytes, more)
-            _write_back(self._fd, self.nbytes, more)
-            os.posix_fadvise(self._fd, self.nbytes, more, os.POSIX_FADV_DONTNEED)
+            self._system.allocate(self.fd, self.nbytes, more)
+            os.fdatasync(self.fd)
+            os.posix_fadvise(self.fd, self.nbytes, more, os.POSIX_FADV_DONTNEED)
         except OSError as error:
-            os.ftruncate(self._fd, self.nbytes)
+            os.ftruncate(self.fd, self.nbytes)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise too_full(self.folder, more, self.free(), error.errno) from error
             raise self._failed("allocating", error, more, self.nbytes) from error
         finally:
             if not self.why_not:
-                self._system.set_direct(self._fd)
+                self._system.set_direct(self.fd)
         self.nbytes = nbytes
 
     def shrink(self, nbytes: int) -> None:
         """Free the bytes from ``nbytes`` on."""
-        os.ftruncate(self._fd, nbytes)
+        os.ftruncate(self.fd, nbytes)
         self.nbytes = nbytes
 
     def read(self, into: memoryview, offset: int) -> None:
-        """Fill ``into`` from ``offset`` on. Address, size and offset are multiples of ``alignment``. Raises
+        """Fill ``into`` from ``offset`` on. Address, size and offset are multiples of `ALIGNMENT`. Raises
         DiskError if not all of it could be read."""
         self._move(self._system.preadv, into, offset, "reading")
         if self.why_not:
-            os.posix_fadvise(self._fd, offset, len(into), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self.fd, offset, len(into), os.POSIX_FADV_DONTNEED)
 
     def write(self, source: memoryview, offset: int) -> None:
         """Write ``source`` from ``offset`` on; as `read`."""
         self._move(self._system.pwritev, source, offset, "writing")
         if self.why_not:
             try:
-                _write_back(self._fd, offset, len(source))
+                os.fdatasync(self.fd)
             except OSError as error:
                 raise self._failed("writing", error, len(source), offset) from error
-            os.posix_fadvise(self._fd, offset, len(source), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self.fd, offset, len(source), os.POSIX_FADV_DONTNEED)
 
     def cached_bytes(self) -> int:
         """Bytes of this file in the page cache; takes a byte for each page; for tests."""
         if not self.nbytes:
             return 0
-        with mmap.mmap(self._fd, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
+        with mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
             resident = bytearray(-(-self.nbytes // mmap.PAGESIZE))
             one = (ctypes.c_ubyte * len(resident)).from_buffer(resident)
             mincore = ctypes.CDLL(None, use_errno=True).mincore
@@ -269,38 +228,32 @@ class ScratchFile:
 
     def _try_direct(self) -> str:
         """Turn direct I/O on and write one block. Returns the reason why it cannot be used, or ""."""
-        name = IN_MEMORY.get(self._system.file_system(self._fd))
-        if name is not None:
-            return f"its files are in memory ({name}), what is written there takes host memory"
-        self.allocate(self.alignment)
+        self.allocate(ALIGNMENT)
         try:
-            self._system.set_direct(self._fd)
+            self._system.set_direct(self.fd)
             self._write_one_block()
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            _clear_direct(self._fd)
+            _clear_direct(self.fd)
             return "the file system refuses direct I/O"
         finally:
             cached = self.cached_bytes()
             self.shrink(0)
         if cached:
-            _clear_direct(self._fd)
-            return "the file system puts direct I/O into the page cache all the same"
+            _clear_direct(self.fd)
+            return "the file system puts direct I/O into the page cache (tmpfs keeps files in host memory)"
         return ""
 
     def _write_one_block(self) -> None:
-        # not closed by hand: the traceback of an error keeps the block
-        mapping = mmap.mmap(-1, 2 * self.alignment)
-        # a mapping begins at a page, and the alignment may be larger
-        start = -_address(mapping) % self.alignment
-        block = memoryview(mapping)[start : start + self.alignment]
+        # not closed by hand: the traceback of an error keeps the block; a mapping begins at a page
+        block = memoryview(mmap.mmap(-1, ALIGNMENT))
         self._move(self._system.pwritev, block, 0, "writing")
         self._move(self._system.preadv, block, 0, "reading")
 
     def _move(self, call: Transfer, memory: memoryview, offset: int, verb: str) -> None:
         failed = partial(self._failed, verb)
-        _move(call, self._fd, memory, offset, alignment=self.alignment, least=len(memory), failed=failed)
+        _move(call, self.fd, memory, offset, least=len(memory), failed=failed)
 
     def _failed(self, verb: str, error: OSError, nbytes: int, offset: int) -> DiskError:
         fix = _FIXES.get(error.errno or 0, "give another folder")
@@ -332,20 +285,19 @@ class StoredFile:
         self._finalizer = weakref.finalize(self, os.close, self._fd)
         self._finalizer.atexit = False  # the kernel closes files
         self._was = self._is()
-        self.alignment = ALIGNMENT
-        required = system.direct_alignment(self._fd) or ALIGNMENT
-        self._is_direct = required <= ALIGNMENT and system.file_system(self._fd) not in IN_MEMORY
-        if self._is_direct:
-            try:
-                system.set_direct(self._fd)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self._is_direct = False
+        self._is_direct = True
+        try:
+            system.set_direct(self._fd)
+            os.preadv(self._fd, [mmap.mmap(-1, ALIGNMENT)], 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise self._failed(error, ALIGNMENT, 0) from error
+            _clear_direct(self._fd)
+            self._is_direct = False
 
     def read(self, into: memoryview, offset: int, nbytes: int) -> None:
         """Fill the first ``nbytes`` of ``into`` from ``offset`` on, and the rest up to the end of the file.
-        Address, offset and size of ``into`` are multiples of ``alignment``.
+        Address, offset and size of ``into`` are multiples of `ALIGNMENT`.
 
         Raises DiskError if not all of it could be read, and if the file has changed since it was opened.
         """
@@ -355,8 +307,7 @@ class StoredFile:
                 "back, and read the model anew",
                 errno.ESTALE,
             )
-        least, call = nbytes, self._system.preadv
-        _move(call, self._fd, into, offset, alignment=self.alignment, least=least, failed=self._failed)
+        _move(self._system.preadv, self._fd, into, offset, least=nbytes, failed=self._failed)
         if not self._is_direct:
             os.posix_fadvise(self._fd, offset, len(into), os.POSIX_FADV_DONTNEED)
 
@@ -383,7 +334,6 @@ def _move(
     memory: memoryview,
     offset: int,
     *,
-    alignment: int,
     least: int,
     failed: Callable[[OSError, int, int], DiskError],
 ) -> None:
@@ -399,7 +349,7 @@ def _move(
         reached = done + moved
         if reached < least:
             # direct I/O continues at a whole block: the part of a block is moved again
-            reached -= reached % alignment
+            reached -= reached % ALIGNMENT
         stuck = 0 if reached > done else stuck + 1
         if stuck == MOST_STUCK:
             why = f"only {moved} bytes were moved, {MOST_STUCK} times over"
@@ -423,19 +373,6 @@ def _address(mapping: mmap.mmap) -> int:
 
 def _clear_direct(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-
-
-def _write_back(fd: int, offset: int, nbytes: int) -> None:
-    """Wait until a range of a file is on the drive; raises OSError if it did not get there."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
-    if call is None:
-        os.fdatasync(fd)
-        return
-    range_ = ctypes.c_int64(offset), ctypes.c_int64(nbytes)
-    while call(fd, *range_, ctypes.c_uint(_SYNC_FILE_RANGE_WAIT_WRITE_WAIT)):
-        number = ctypes.get_errno()
-        if number != errno.EINTR:
-            raise OSError(number, os.strerror(number))
 
 
 def _close_shared(fd: int, process: Process) -> None:

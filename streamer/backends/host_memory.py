@@ -26,9 +26,6 @@ import numpy as np
 import psutil
 import torch
 
-#: The commands that raise the limit of locked memory.
-RAISE_LOCKED_LIMIT = "'ulimit -l unlimited', or '--ulimit memlock=-1' for a container"
-
 #: The folder in which the kernel lists this process's groups and their mounts.
 PROC = Path("/proc/self")
 

@@ -6,9 +6,9 @@ begin anywhere. So blocks are read into a buffer, and the processor copies the t
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +16,12 @@ from pathlib import Path
 
 import torch
 
-from streamer.backends.base import Lane, Process
+from streamer.backends.base import Process
 from streamer.backends.direct_io import ALIGNMENT, StoredFile, System
 from streamer.backends.ranks import Ranks
-from streamer.backends.thread import Worker, run_all
+from streamer.backends.thread import Job, run_all
 from streamer.errors import DiskError
+from streamer.torch_private import SubclassesOff
 
 #: The largest number of bytes in one read, and the number of reads at the same time.
 BLOCK_BYTES = 8 << 20
@@ -73,11 +74,9 @@ class StoredTensors:
         self._lock = threading.Lock()
         self._files: dict[Path, StoredFile] = {}
         self._between = deque(between.chunk(IN_FLIGHT))
-        self._workers = [Worker(Lane.HOST, name=f"files-{number}") for number in range(IN_FLIGHT)]
+        self._threads = ThreadPoolExecutor(IN_FLIGHT, "streamer-files")
         #: bytes of tensors that were read
         self.bytes_read = 0
-        self._finalizer = weakref.finalize(self, Worker.close_all, self._workers)
-        self._finalizer.atexit = False  # a drive that hangs must not keep the process from ending
 
     def open(self, files: Iterable[Path]) -> None:
         """Open these files. Raises DiskError for one that cannot be."""
@@ -93,15 +92,15 @@ class StoredTensors:
         Raises DiskError if not all could be read, and RuntimeError in a forked process and once closed.
         """
         self._process.check()
-        jobs = []
+        jobs = list[Job]()
         for stored, into in wanted:
             assert into.is_contiguous() and into.numel() == stored.numel
             flat, most = into.view(-1), BLOCK_BYTES // stored.dtype.itemsize
             for start in range(0, stored.numel, most):
                 elements = range(start, min(start + most, stored.numel))
-                jobs.append(partial(self._read, stored, flat, elements))
+                jobs.append((self._threads, partial(self._read, stored, flat, elements)))
         with self._telling():
-            run_all([(self._workers, jobs)])
+            run_all(jobs)
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -112,13 +111,13 @@ class StoredTensors:
             raise
 
     def _read(self, stored: StoredTensor, into: torch.Tensor, elements: range) -> None:
-        file, size = self._files[stored.file], stored.dtype.itemsize
+        size = stored.dtype.itemsize
         begin, end = (stored.offset + at * size for at in (elements.start, elements.stop))
-        first = begin - begin % file.alignment
-        whole = -(-(end - first) // file.alignment) * file.alignment
+        first = begin - begin % ALIGNMENT
+        whole = -(-(end - first) // ALIGNMENT) * ALIGNMENT
         between = self._between.pop()
         try:
-            file.read(between.numpy().data[:whole], first, end - first)
+            self._files[stored.file].read(between.numpy().data[:whole], first, end - first)
             found, target = between[begin - first : end - first], into[elements.start : elements.stop]
             if target.dtype == stored.dtype:
                 # by NumPy, on this thread alone
@@ -126,7 +125,8 @@ class StoredTensors:
             else:
                 # a view in another dtype begins at a multiple of its size
                 found = found if begin % size == 0 else found.clone()
-                target.copy_(found.view(stored.dtype))
+                with SubclassesOff():
+                    target.copy_(found.view(stored.dtype))
         finally:
             self._between.append(between)
         with self._lock:
@@ -134,7 +134,7 @@ class StoredTensors:
 
     def close(self) -> None:
         """End the threads and close the files. May be called again; in a forked process it does nothing."""
-        self._finalizer()
         if self._process.is_this():
+            self._threads.shutdown()
             for file in self._files.values():
                 file.close()

@@ -1,7 +1,6 @@
 """The CPU as its own accelerator, with one thread per lane, so that every order of events can occur. The
 "device" is ordinary memory, separate from the host shards. Copies and updates run in their own threads,
-layers in the caller's thread. Delays per lane and poisoned slots reveal races in tests; a bandwidth per lane
-simulates a slow bus.
+layers in the caller's thread. Delays per lane and poisoned slots reveal races in tests.
 """
 
 from __future__ import annotations
@@ -9,10 +8,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -74,12 +72,9 @@ Task = tuple[Callable[[], object], Sequence[Event], Delay | None, HostEvent]
 
 
 class Worker:
-    """A daemon thread that runs its tasks in order. A task that waits for failed work fails too.
+    """A daemon thread that runs its tasks in order. A task that waits for failed work fails too."""
 
-    ``name`` is the thread's, by default that of the lane; a lane may have more threads than one.
-    """
-
-    def __init__(self, lane: Lane, *, name: str | None = None) -> None:
+    def __init__(self, lane: Lane) -> None:
         self.lane = lane
         self._process = Process()
         self._lock = Lock()
@@ -87,7 +82,7 @@ class Worker:
         #: the end of the last queued work
         self._last: HostEvent | None = None
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"streamer-{name or lane.value}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"streamer-{lane.value}", daemon=True)
         self._thread.start()
 
     def submit(
@@ -191,57 +186,29 @@ def _wait_for(events: Sequence[Event]) -> None:
         event.wait()
 
 
-def run_all(jobs: Sequence[tuple[Sequence[Worker], Sequence[Callable[[], None]]]], *, turn: int = 0) -> None:
-    """Run lists of jobs on their workers, beginning with worker ``turn``. Returns when all have run. After an
-    error no more jobs begin, and it is raised when none is running.
-    """
-    queues = [(workers, deque(several)) for workers, several in jobs]
-    changed = threading.Condition()
-    running = 0
+#: Work for a pool of threads.
+Job = tuple[ThreadPoolExecutor, Callable[[], None]]
 
-    def take(queue: deque[Callable[[], None]]) -> Callable[[], None] | None:
-        nonlocal running
-        with changed:
-            if not queue:
-                return None
-            running += 1
-            return queue.popleft()
 
-    def put_down() -> None:
-        nonlocal running
-        with changed:
-            running -= 1
-            changed.notify_all()
-
-    def stop() -> None:
-        with changed:
-            for _, queue in queues:
-                queue.clear()
-
-    def run(queue: deque[Callable[[], None]]) -> None:
-        while (job := take(queue)) is not None:
-            try:
-                job()
-            except BaseException:
-                stop()
-                raise
-            finally:
-                put_down()
-
-    events: list[HostEvent] = []
+def run_all(jobs: Sequence[Job]) -> None:
+    """Run each job in its pool. Returns when all have run. After an error, those that have not begun are
+    cancelled, and it is raised when none is running."""
+    futures = list[Future[None]]()
     try:
-        for workers, queue in queues:
-            for index in range(min(len(queue), len(workers))):
-                events.append(workers[(turn + index) % len(workers)].submit(partial(run, queue), ()))
-        for event in events:
-            event.wait()
+        for pool, job in jobs:
+            futures.append(pool.submit(job))
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
     except BaseException:
         # the caller may reuse the memory of the jobs, so none may run any more, even after a second Ctrl-C
-        at_rest = False
-        while not at_rest:
-            with suppress(BaseException), changed:
-                stop()
-                at_rest = changed.wait_for(lambda: not running)
+        is_running = True
+        while is_running:
+            with suppress(BaseException):
+                for future in futures:
+                    future.cancel()
+                wait(futures)
+                is_running = False
         raise
 
 
@@ -250,42 +217,20 @@ class ThreadBackend(Backend):
 
     ``delays`` has, by lane, a function that returns the seconds to wait before each piece of work, except for
     `on_host`. ``poison`` fills released slots with NaN. A copy of at most `SHORT_COPY` bytes that has nothing
-    to wait for runs in the caller's thread, unless its lane has a delay or a bandwidth.
-
-    ``bytes_per_second`` has, for H2D, D2H or both, the bandwidth of a slow bus: a copy of n bytes then takes
-    at least ``n / bandwidth`` seconds, and its lane sleeps after the copy. A bandwidth above that of memory
-    changes nothing. ``clock`` (seconds) and ``sleep`` are the functions of time used for this. Raises
-    ValueError for other lanes, and for a bandwidth that is not above 0.
+    to wait for runs in the caller's thread, unless its lane has a delay.
     """
 
-    def __init__(
-        self,
-        *,
-        delays: Mapping[Lane, Delay] | None = None,
-        poison: bool = False,
-        bytes_per_second: Mapping[Lane, float] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, *, delays: Mapping[Lane, Delay] | None = None, poison: bool = False) -> None:
         self.device = torch.device("cpu")
         self.poison = poison
-        self._bytes_per_second = dict(bytes_per_second or {})
-        for lane, rate in self._bytes_per_second.items():
-            if lane not in COPIES or not rate > 0:
-                raise ValueError(
-                    f"bytes_per_second of {lane.name} is {rate}: give one above 0, for Lane.H2D or Lane.D2H"
-                )
-        self._clock = clock
-        self._sleep = sleep
         self._process = Process()
         self._delays = dict(delays or {})
         self._workers = {lane: Worker(lane) for lane in WORKER_LANES}
 
     def queue(self, lane: Lane, work: Callable[[], object], waits: Sequence[Event], nbytes: int) -> Event:
-        rate, delay = self._bytes_per_second.get(lane), self._delays.get(lane)
-        lasting = work if rate is None else self._lasting(work, nbytes / rate)
-        is_short = lane in COPIES and nbytes <= SHORT_COPY and rate is None and delay is None
-        return self._workers[lane].submit(lasting, waits, delay=delay, is_short=is_short)
+        delay = self._delays.get(lane)
+        is_short = lane in COPIES and nbytes <= SHORT_COPY and delay is None
+        return self._workers[lane].submit(work, waits, delay=delay, is_short=is_short)
 
     @contextmanager
     def computing(self, waits: Sequence[Event]) -> Iterator[Event]:
@@ -304,18 +249,6 @@ class ThreadBackend(Backend):
     def on_host(self, work: Callable[[], T]) -> T:
         # without a delay, which would have no effect: the caller waits
         return self._workers[Lane.HOST].call(work)
-
-    def _lasting(self, work: Callable[[], object], seconds: float) -> Callable[[], None]:
-        """``work`` that ends no earlier than ``seconds`` after it began."""
-
-        def lasting() -> None:
-            end = self._clock() + seconds
-            work()
-            # a sleep may end early
-            while (left := end - self._clock()) > 0:
-                self._sleep(left)
-
-        return lasting
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         # NumPy copies on this thread alone; PyTorch would start a team of threads in every lane

@@ -17,11 +17,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from streamer.backends.base import Backend, Event, Lane, Span, buffers_within
-from streamer.backends.direct_io import ALIGNMENT
-from streamer.backends.disk import Extent
+from streamer.backends.disk import Disks, Extent, Scratch
 from streamer.backends.machines import Placement
 from streamer.backends.ranks import Mean, Ranks
-from streamer.backends.stored_tensors import Pieces, StoredTensor
+from streamer.backends.stored_tensors import Pieces, StoredTensors
 from streamer.planner.cost import NOTHING, Cost, DeviceKernels, Operations, SeesOperations
 from streamer.planner.machine import CPU, CUDA, KeptRates, Machine
 
@@ -270,68 +269,55 @@ class VirtualBackend(Backend):
         return
 
 
-class VirtualScratch:
-    """Scratch files that are never read or written: the lanes of the virtual backend run nothing."""
+class VirtualScratch(Scratch):
+    """Scratch files that are never read or written: the lanes of the virtual backend run nothing. There is
+    always room: the plan says how much is needed."""
 
     is_shared = False
 
-    def padded(self, nbytes: int) -> int:
-        """Bytes with their padding, as direct I/O has them."""
-        return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    def __init__(self) -> None:
+        pass
 
     def extent(self, nbytes: int) -> Extent:
-        """A place for ``nbytes``."""
         return Extent(nbytes, self.padded(nbytes), ())
 
     def allocate(self) -> None:
-        """There is always room: the plan says how much is needed."""
-
-    def read(self, extent: Extent, into: torch.Tensor, part: range | None = None) -> None:
-        """Never called."""
-        raise AssertionError("nothing is read on the virtual backend")
-
-    def write(self, extent: Extent, source: torch.Tensor, part: range | None = None) -> None:
-        """Never called."""
-        raise AssertionError("nothing is written on the virtual backend")
+        pass
 
     def close(self) -> None:
-        """There is nothing to close."""
+        pass
 
 
-class VirtualReader:
+class VirtualReader(StoredTensors):
     """Files that are never read, and need not be there."""
 
-    def open(self, files: Iterable[Path]) -> None:
-        """There is nothing to open."""
+    def __init__(self) -> None:
+        pass
 
-    def read(self, wanted: Iterable[tuple[StoredTensor, torch.Tensor]]) -> None:
-        """Never called."""
-        raise AssertionError("nothing is read on the virtual backend")
+    def open(self, files: Iterable[Path]) -> None:
+        pass
 
     def close(self) -> None:
-        """There is nothing to close."""
+        pass
 
 
-class VirtualDisks:
+class VirtualDisks(Disks):
     """As many disks as are needed; ``stored`` are the tensors that files hold already."""
 
     def __init__(
         self, backend: VirtualBackend, stored: Mapping[str, Pieces], *, may_write: bool = True
     ) -> None:
+        super().__init__([], stored=stored)
         self._backend = backend
-        self.stored = stored
         self.may_write = may_write
 
     def reader(self, between: torch.Tensor) -> VirtualReader:
-        """A reader of ``stored``."""
         return VirtualReader()
 
-    def open(self) -> VirtualScratch:
-        """New scratch files."""
+    def open(self, *, shared: bool = True) -> VirtualScratch:
         return VirtualScratch()
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Memory that extents are read into."""
         return self._backend.host_buffer(nbytes, pinned=False)
 
 

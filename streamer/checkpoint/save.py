@@ -53,8 +53,6 @@ IN_PARTS = "in parts"
 RANDOM_OF_RANKS = "random of ranks"
 #: Upper bounds for headers and the manifest, for each tensor and for the rest, in the check for free space.
 NAMED_BYTES, MARGIN_BYTES = 1 << 10, 1 << 16
-#: Units that may wait in copies while training continues.
-MOST_COPIES = 2
 
 
 def save(
@@ -78,7 +76,7 @@ def save(
 
     Waits for running updates, and writes straight from host memory: at most two parameters' tensors are
     allocated in addition. With ``block=False`` it returns as soon as training may continue. An update then
-    copies its unit first if the unit is not written yet, up to two units, and waits beyond that. Do not write
+    waits until its unit is written. Do not write
     weights by hand until the returned future is done; its ``result()`` raises the error of a failed write, or
     else the next `save` does. ``optimizer`` may be one of ``torch.optim``, or None.
 
@@ -143,34 +141,31 @@ class _Checkpoint:
     flushing: Flushing = field(default_factory=Flushing)
 
     def write_in_background(self) -> Future[None]:
-        """Write it in a thread. An update copies its unit first, or waits until it is written."""
+        """Write it in a thread. An update waits until its unit is written."""
         self.collect()
         for pieces in self.files.values():  # these are in no shard, and may change before they are written
             pieces[:] = [Piece.of(piece.name, piece.read().clone()) for piece in pieces]
-        units = {unit.index: unit for unit in self.units}
+        # in the order of updates
+        units = {unit.index: unit for unit in (self.executor.root, *self.executor.units)}
         shards = {index: self.executor.shard(unit) for index, unit in units.items()}
-        # a copy would bring state on disk back into memory: updates of those units wait until they are read
-        most_copies = 0 if any(shard.uses_disk for shard in shards.values()) else MOST_COPIES
-        handover: Handover[int, HostShard] = Handover(shards, most_copies=most_copies)
+        handover = Handover(shards)
 
         def write() -> None:
             try:
                 with new_folder(self.path, nbytes=self.nbytes()) as folder:
                     with self.flushing:
                         handover.read_all(
-                            lambda index, copy: self.write_unit(
-                                folder, units[index], copy or shards[index], on_host=False
-                            )
+                            lambda index: self.write_unit(folder, units[index], shards[index], on_host=False)
                         )
                         self.write(folder, self.files)
                     self.write_manifest(folder)
             finally:
-                handover.read_all(lambda *_: None)  # after an error updates must not wait forever
+                handover.stop()  # after an error updates must not wait forever
                 for shard in shards.values():
                     shard.before_change = None
 
         for index, shard in shards.items():
-            shard.before_change = partial(handover.before_change, index, shard.copy)
+            shard.before_change = partial(handover.before_change, index)
         self.executor.saving = in_background(write, "streamer-save")
         return self.executor.saving
 

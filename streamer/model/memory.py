@@ -22,7 +22,6 @@ from streamer.model.layers import find_layers, finer_globs
 from streamer.model.options import WrapOptions, folders_of
 from streamer.model.units import make_units
 from streamer.planner.machine import CPU, context_bytes
-from streamer.store.host import Disks as HostDisks
 from streamer.store.ledger import Ledger, Room, frozen_matrices, least_moments, ledger, limit_of
 from streamer.store.placement import Placement, place_model
 from streamer.store.purposes import of_all_ranks
@@ -54,7 +53,7 @@ class MemoryPlan:
         units: Sequence[Unit],
         root: Unit,
         backend: Backend,
-        disks: HostDisks,
+        disks: Disks,
         *,
         num_slots: int,
         left: int,
@@ -127,7 +126,7 @@ class MemoryPlan:
         return []
 
 
-def disks_for(backend: Backend, options: WrapOptions, ranks: Ranks) -> HostDisks:
+def disks_for(backend: Backend, options: WrapOptions, ranks: Ranks) -> Disks:
     """The disks of ``wrap(disk=...)``; without it, disks that take nothing."""
     disk = options.disk
     if isinstance(backend, VirtualBackend):
@@ -160,7 +159,6 @@ def room_of(backend: Backend, to_free: Iterable[torch.Tensor] = (), *, limit: in
         shared=kind == CPU,
         context=context,
         freed_by_model=on_host,
-        lockable=limit_of(backend.host_lockable()),
     )
 
 

@@ -18,6 +18,7 @@ from streamer.engine.schedule import op as ops
 from streamer.engine.unit import InParts, Unit
 from streamer.errors import DiskError, warn
 from streamer.model.move_in import take_out
+from streamer.optim.replay.shadow import CoupledError
 from streamer.quantized.parts import marked
 from streamer.store.layout import Slice
 from streamer.store.ledger import host, require
@@ -159,7 +160,7 @@ def unwrap(model: M) -> M:
         executor.issuer.wait(
             place for unit in units for place in ops.masters_of(unit.index, executor.shard(unit))
         )
-    except DiskError as error:
+    except (DiskError, CoupledError) as error:
         executor.forget_failures()
         warn(f"the weights are as a failed update has left them ({error})")
     for unit in units:

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress, repeat
 from operator import attrgetter, is_not
@@ -30,6 +29,7 @@ from streamer.errors import shortened, warn
 from streamer.optim.state import (
     State,
     begin_state,
+    check_once,
     check_owner,
     is_owner,
     load_moments,
@@ -100,6 +100,12 @@ def check_unchanged(used_in_backward: Mapping[int, Hyper], groups: Sequence[dict
             )
 
 
+NO_PARAMETERS = (
+    "streamer.AdamW got no parameters, so nothing would be trained: add adapters, or unfreeze parameters, "
+    "before streamer.wrap (in adapt= of streamer.from_pretrained, which freezes a quantized base)"
+)
+
+
 class NonFiniteError(RuntimeError):
     """A refused step, since a gradient is NaN or infinite; ``what`` names the first unit, in the order of
     backward, whose gradient is not finite."""
@@ -110,74 +116,67 @@ class NonFiniteError(RuntimeError):
 
 
 def may_step(
-    executors: Sequence[Executor],
+    executor: Executor,
     not_updated: Sequence[str],
     *,
     skip_nonfinite: bool,
     found_inf: torch.Tensor | None,
 ) -> bool:
-    """Whether a step may be taken: the gradients of these models are all finite, and backward has left no
-    layer ``not_updated``. If not, count and warn, or raise RuntimeError.
+    """Whether a step may be taken: all gradients are finite, and backward has left no layer ``not_updated``.
+    If not, count and warn, or raise NonFiniteError.
 
     ``found_inf`` is the result of a GradScaler, None without one. A GradScaler looks for the scale at which
     steps overflow, so some steps overflow by design: those are counted without a warning.
     """
-    for executor in executors:
-        executor.gradients.take_in()
-    # meta tensors have no values
-    real = [executor for executor in executors if executor.backend.device.type != "meta"]
+    gradients = executor.gradients
+    gradients.take_in()
     if found_inf is not None:
         finite = not found_inf.item()
     else:
-        finite = all([executor.gradients.are_finite() for executor in real])
+        # meta tensors have no values
+        finite = executor.backend.device.type == "meta" or gradients.are_finite()
     if finite and not not_updated:
         return True
-    if not_updated or not all(executor.gradients.are_kept for executor in executors):
-        names = [*not_updated, *(() if finite else ("parameters outside of the layers",))]
-        what = f"the gradient of {', '.join(names)} is NaN or infinite"
-        skipped, remedy = ": not updated", ": not updated: AdamW(skip_nonfinite=True) goes on without"
-    else:
+    if gradients.are_kept:
         what = "a gradient is NaN or infinite, or the square of the norm of all is beyond fp32"
-        if found_inf is None and (names := [name for e in real for name in e.gradients.norms.not_finite()]):
+        if found_inf is None and (names := gradients.norms.not_finite()):
             what = f"the gradient of {shortened(names, most=1)} is NaN or infinite, or its square beyond fp32"
         skipped = ": this step is skipped, nothing was updated"
         remedy = ": nothing was updated; AdamW(skip_nonfinite=True) skips such steps"
+    else:
+        names = [*not_updated, *(() if finite else ("parameters outside of the layers",))]
+        what = f"the gradient of {', '.join(names)} is NaN or infinite"
+        skipped, remedy = ": not updated", ": not updated: AdamW(skip_nonfinite=True) goes on without"
     if not skip_nonfinite and found_inf is None:
         raise NonFiniteError(what, remedy)
-    for executor in real:
-        gradients = executor.gradients
-        executor.skipped_steps += (
-            1 if gradients.are_kept else gradients.early.newly_skipped(step_too=not finite)
-        )
+    executor.skipped_steps += 1 if gradients.are_kept else gradients.early.newly_skipped(step_too=not finite)
     if found_inf is None:
         warn(what + skipped)
     return finite
 
 
 def begin_step(
-    executors: Sequence[Executor], updater: Updater, *, skip_nonfinite: bool, found_inf: torch.Tensor | None
+    executor: Executor, updater: Updater, *, skip_nonfinite: bool, found_inf: torch.Tensor | None
 ) -> list[str]:
     """Begin a step of the optimizer of ``updater``, and return the names of the layers not updated since the
     last. Raises RuntimeError for a model that was unwrapped."""
-    if any(executor.released for executor in executors):
+    if executor.released:
         raise RuntimeError(
             "the model that this optimizer updates was unwrapped: create a new optimizer, of torch.optim for "
             "a plain model"
         )
-    names = []
-    for executor in executors:
-        if executor.gradients.are_kept:
-            continue
-        if found_inf is None:
-            executor.gradients.check_unwritten()
-        if not skip_nonfinite:
-            executor.synchronize()
-        names += executor.gradients.early.next_step(updater)
-        if found_inf is not None:
-            raise RuntimeError(
-                "update='backward' has updated the layers before GradScaler could unscale the gradients: "
-                "wrap with update='step', or train in bfloat16 without a scaler"
-            )
+    if executor.gradients.are_kept:
+        return []
+    if found_inf is None:
+        executor.gradients.check_unwritten()
+    if not skip_nonfinite:
+        executor.synchronize()
+    names = executor.gradients.early.next_step(updater)
+    if found_inf is not None:
+        raise RuntimeError(
+            "update='backward' has updated the layers before GradScaler could unscale the gradients: wrap "
+            "with update='step', or train in bfloat16 without a scaler"
+        )
     return names
 
 
@@ -270,7 +269,7 @@ class _Members:
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter, 2019, algorithm 2), as `torch.optim.AdamW`.
 
-    ``params`` are parameters, (name, parameter) pairs or parameter groups of wrapped models. Updates run in
+    ``params`` are parameters, (name, parameter) pairs or parameter groups of a wrapped model. Updates run in
     host memory in exact fp32 whatever the dtype of the parameters. `step` returns once they are queued: the
     next forward waits for each layer's update before it uses the layer, so no weight is stale.
 
@@ -287,8 +286,8 @@ class AdamW(Optimizer):
 
     Raises ValueError for a hyperparameter out of its range, for options of `torch.optim.AdamW` in a group
     that would change updates (``maximize``, ``amsgrad``), for a ``state_dtype`` that a parameter cannot have,
-    for a parameter whose model is not wrapped, and for no parameters at all. Raises MemoryError, before
-    allocation, if there is no room for the moments.
+    for a parameter whose model is not wrapped, for those of two models, and for no parameters at all. Raises
+    MemoryError, before allocation, if there is no room for the moments.
     """
 
     #: its updates run on host shards, so `Replay` does not take its steps
@@ -309,13 +308,10 @@ class AdamW(Optimizer):
     ) -> None:
         self.state_dtype = parse_state_dtype(state_dtype)
         self._skip_nonfinite = skip_nonfinite
-        self._executors: list[Executor] = []
         #: the parameters by the identity of their unit, and the groups, parameters and homes that this was
         #: built from
         self._by_unit: dict[int, _Members] = {}
         self._known: list[Any] = []
-        #: the parameters that no longer belong to a wrapped model
-        self._homeless: list[torch.Tensor] = []
         #: by the identity of a group, the hyperparameters with which backward updated layers
         self._used_in_backward: dict[int, Hyper] = {}
         #: the identities of the parameters that were updated
@@ -326,14 +322,19 @@ class AdamW(Optimizer):
         if not isinstance(params, torch.Tensor):  # which PyTorch refuses
             params = [*params]
             if not params:
-                raise ValueError(
-                    "streamer.AdamW got no parameters, so nothing would be trained: add adapters, or "
-                    "unfreeze parameters, before streamer.wrap (in adapt= of streamer.from_pretrained, "
-                    "which freezes a quantized base)"
-                )
+                raise ValueError(NO_PARAMETERS)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        homes = [member.home for mine in self._members() for member in mine.members]
+        if not homes:
+            raise ValueError(NO_PARAMETERS)
+        self._executor = executor = homes[0].executor
+        self._check_model(homes)
         # for all groups at once: on an error an earlier optimizer keeps its moments
-        self._take_over([member.home for mine in self._members() for member in mine.members])
+        take_over(homes, self.state_dtype, self.token, is_new=True)
+        executor.prepare(
+            partial(warm_up, [shard.layout for shard in executor.store.shards], self.state_dtype)
+        )
+        executor.gradients.early.add(self._update_in_backward)
         self._is_initialized = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -342,25 +343,21 @@ class AdamW(Optimizer):
         group = self.param_groups[-1]
         try:
             check_group(group)
+            check_once(group["params"])
             homes = [*map(require_home, group["params"])]
             for home in homes:
                 check_state_dtype(home.slice.param, self.state_dtype)
-            if self._is_initialized:
-                self._take_over(homes)
+            if self._is_initialized and homes:
+                self._check_model(homes)
+                take_over(homes, self.state_dtype, self.token, is_new=False)
                 self._members()
         except BaseException:
             self.param_groups.pop()
             raise
 
-    def _take_over(self, homes: Sequence[Home]) -> None:
-        """Begin with zero moments for these parameters, in place of another optimizer's."""
-        new = [e for e in dict.fromkeys(home.executor for home in homes) if e not in self._executors]
-        take_over(homes, new, self.state_dtype, self.token)
-        self._executors += new
-        for executor in new:
-            layouts = [shard.layout for shard in executor.store.shards]
-            executor.prepare(partial(warm_up, layouts, self.state_dtype))
-            executor.gradients.early.add(self._update_in_backward)
+    def _check_model(self, homes: Iterable[Home]) -> None:
+        if any(home.executor is not self._executor for home in homes):
+            raise ValueError("an optimizer has parameters of two wrapped models: create one for each model")
 
     @torch.no_grad()
     @never_traced
@@ -384,9 +381,6 @@ class AdamW(Optimizer):
         for group in self.param_groups:
             check_group(group)
         updated = [mine for each in self._members() if (mine := each.with_gradient()) is not None]
-        for param in self._homeless:
-            if param.grad is not None:
-                require_home(param)  # raises the ValueError
         for mine in updated:
             mine.check_owner(self.token)
         for mine in updated:
@@ -396,20 +390,17 @@ class AdamW(Optimizer):
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         skips = self._skip_nonfinite
         not_updated = begin_step(
-            self._executors, self._update_in_backward, skip_nonfinite=skips, found_inf=found_inf
+            self._executor, self._update_in_backward, skip_nonfinite=skips, found_inf=found_inf
         )
         self._used_in_backward.clear()
-        if not may_step(self._executors, not_updated, skip_nonfinite=skips, found_inf=found_inf):
+        if not may_step(self._executor, not_updated, skip_nonfinite=skips, found_inf=found_inf):
             return
         unscale = 1.0 if scale is None else 1.0 / float(scale)
-        updates = self._updates(updated)
-        for executor in self._executors:
-            both = zip(updated, updates, strict=True)
-            here = [(mine, update) for mine, update in both if mine.executor is executor]
-            self._queue(executor, {mine.unit.index: update for mine, update in here}, unscale)
-            # only now: a refused step does not count
-            for mine, _ in here:
-                self._count(mine)
+        updates = {mine.unit.index: each for mine, each in zip(updated, self._updates(updated), strict=True)}
+        self._queue(updates, unscale)
+        # only now: a refused step does not count
+        for mine in updated:
+            self._count(mine)
 
     @as_plain
     def _update_in_backward(self, unit: Unit, used: Sequence[bool]) -> Update | None:
@@ -471,7 +462,6 @@ class AdamW(Optimizer):
                     if (home := home_of(param)) is not None:
                         members[id(home.unit)].append(_Member(param, home, group, (number, place)))
             self._by_unit = {key: _Members(of_unit) for key, of_unit in members.items()}
-            self._homeless = [param for param, home in zip(params, homes, strict=True) if home is None]
             self._known = now
         return [*self._by_unit.values()]
 
@@ -505,10 +495,9 @@ class AdamW(Optimizer):
     @never_traced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero once the updates that read them are done."""
-        for executor in self._executors:
-            if not set_to_none:
-                executor.before_zeroing()
-            executor.zero_grad()
+        if not set_to_none:
+            self._executor.before_zeroing()
+        self._executor.zero_grad()
         with unguarded():
             without_compiler(Optimizer.zero_grad)(self, set_to_none)
 
@@ -520,7 +509,7 @@ class AdamW(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state once all updates are done. Its tensors are views of host memory, not copies."""
-        self._synchronize()
+        self._executor.synchronize()
         state_dict = without_compiler(Optimizer.state_dict)(self)
         return state_dict | {"state": {key: dict(state) for key, state in state_dict["state"].items()}}
 
@@ -533,15 +522,12 @@ class AdamW(Optimizer):
         """
         for group in state_dict["param_groups"]:
             check_group(group)
-        self._synchronize()
-        for executor in self._executors:
-            executor.wait_for_saving()
+        self._executor.synchronize()
+        self._executor.wait_for_saving()
         saved = pair_saved(state_dict, self.param_groups, self.state_dtype)
         # without the state, which PyTorch would copy in the parameters' dtype
         without_compiler(Optimizer.load_state_dict)(self, {**state_dict, "state": {}})
-        with ExitStack() as writing:
-            for executor in self._executors:
-                writing.enter_context(executor.writing_state("loading optimizer state"))
+        with self._executor.writing_state("loading optimizer state"):
             self.state.update(load_moments(saved, self.state_dtype))
         self._used_in_backward.clear()
 
@@ -551,7 +537,8 @@ class AdamW(Optimizer):
         self.state.clear()
         self.state.update(state)
 
-    def _queue(self, executor: Executor, updates: dict[int, UnitUpdate], unscale: float) -> None:
+    def _queue(self, updates: dict[int, UnitUpdate], unscale: float) -> None:
+        executor = self._executor
         work: dict[int, tuple[ShardUpdate, int]] = {}
         for unit in (executor.root, *executor.units):
             if unit.index in updates:
@@ -564,10 +551,6 @@ class AdamW(Optimizer):
             "" if executor.ranks.is_alone else _same_on_all(updates, unscale * executor.gradients.factor)
         )
         executor.step(work, description)
-
-    def _synchronize(self) -> None:
-        for executor in self._executors:
-            executor.synchronize()
 
 
 def _same_on_all(updates: Mapping[int, UnitUpdate], scale: float) -> str:

@@ -5,7 +5,7 @@ conversion of moments between dtypes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -121,25 +121,23 @@ def place_moments(executor: Executor, state_dtype: torch.dtype) -> frozenset[int
     return frozenset()
 
 
-def take_over(
-    homes: Sequence[Home], models: Iterable[Executor], state_dtype: torch.dtype, owner: object
-) -> None:
-    """Let ``owner`` update these parameters from now on, with zero moments; ``models`` are those that it has
-    not updated yet. Raises MemoryError, before any change, if one of them has no room."""
-    placed = {executor: place_moments(executor, state_dtype) for executor in models}
-    for executor in dict.fromkeys(home.executor for home in homes):
-        executor.wait_for_saving()  # of the moments that are freed or cleared
-    are_zero = set()
-    for executor in placed:
+def take_over(homes: Sequence[Home], state_dtype: torch.dtype, owner: object, *, is_new: bool) -> None:
+    """Let ``owner``, ``is_new`` to their model, update these parameters from now on, with zero moments.
+    Raises MemoryError, before any change, if there is no room."""
+    executor = homes[0].executor
+    placed = place_moments(executor, state_dtype) if is_new else frozenset()
+    executor.wait_for_saving()  # of the moments that are freed or cleared
+    are_zero = False
+    if is_new:
         executor.synchronize()
         if not executor.store.holds(MOMENTS[state_dtype]):
-            executor.add_moments(MOMENTS[state_dtype], placed[executor], ALL_MOMENTS)
+            executor.add_moments(MOMENTS[state_dtype], placed, ALL_MOMENTS)
             executor.updated_by.clear()
-            are_zero.add(executor)
+            are_zero = True
     for home in homes:
-        home.executor.updated_by[home.slice.param.name] = owner
-        if home.slice.param.trainable and home.executor not in are_zero:
-            with home.executor.writing_state(f"clearing the moments of '{home.slice.param.name}'"):
+        executor.updated_by[home.slice.param.name] = owner
+        if home.slice.param.trainable and not are_zero:
+            with executor.writing_state(f"clearing the moments of '{home.slice.param.name}'"):
                 _clear(home, state_dtype)
 
 
@@ -154,6 +152,14 @@ def _guarded(home: Home, moment: torch.Tensor, *, is_copy: bool = False) -> torc
     with unguarded():
         guarded.__dict__[TAG] = replace(tag, owners=storage_owners(guarded))
     return guarded
+
+
+def check_once(params: Collection[torch.Tensor]) -> None:
+    """Raise ValueError if ``params`` include one twice."""
+    if len({*map(id, params)}) < len(params):
+        raise ValueError(
+            "a parameter is in the optimizer twice: leave one of them out (tied weights are one)"
+        )
 
 
 def is_owner(home: Home, owner: object) -> bool:
@@ -304,20 +310,6 @@ class State(MutableMapping[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._values or name in self._purposes
-
-    def __or__(self, other: Any) -> Any:
-        return dict(self) | other
-
-    def __ror__(self, other: Any) -> Any:
-        return other | dict(self)
-
-    def __ior__(self, other: Any) -> State:
-        self.update(other)
-        return self
-
-    def copy(self) -> dict[str, Any]:
-        """A plain dict."""
-        return dict(self)
 
     def __repr__(self) -> str:
         return repr(dict(self))

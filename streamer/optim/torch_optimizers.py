@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from streamer.engine.handle import home_of, shares_memory
 from streamer.optim.replay.replay import Replay
+from streamer.optim.state import check_once
 from streamer.torch_private import without_compiler
 
 _add_param_group = Optimizer.add_param_group
@@ -35,10 +36,7 @@ def attach(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
             )
     if not homes or getattr(optimizer, "updates_host_shards", False):
         return
-    if len({*map(id, params)}) < len(params):
-        raise ValueError(
-            "a parameter is in the optimizer twice: leave one of them out (tied weights are one)"
-        )
+    check_once(params)
     replay = vars(optimizer).get("_streamer")
     executors = {id(home.executor) for home in homes} | ({id(replay.executor)} if replay else set())
     if len(executors) > 1:

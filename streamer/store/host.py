@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
-from streamer.backends import disk
-from streamer.backends.stored_tensors import Pieces, between_bytes
+from streamer.backends.disk import Disks, Scratch
+from streamer.backends.stored_tensors import Pieces, StoredTensors, between_bytes
 from streamer.store.layout import Layout
-from streamer.store.on_disk import RING, Disk, StateOnDisk, StatePart, chunks_of
+from streamer.store.on_disk import RING, StateOnDisk, StatePart, chunks_of
 from streamer.store.placement import Placement
 from streamer.store.purposes import (
     ALL_MOMENTS,
@@ -33,34 +33,16 @@ from streamer.store.purposes import (
     Purpose,
 )
 from streamer.store.shard import HostShard, with_own_storage
-from streamer.store.shares import Division
+from streamer.store.shares import Division, Owned
 from streamer.store.weights_on_disk import (
     WEIGHT_BUFFERS,
-    Reader,
     WeightsInFiles,
     WeightsInScratch,
     stored_part,
 )
 
-
-class Disks(Protocol):
-    """The folders of `wrap`'s ``disk=``, if state ``may_write`` there, and frozen parameters that are
-    ``stored`` in files, by name: see `streamer.backends.disk.Disks`. `open` creates scratch files in the
-    folders, `reader` reads stored parameters through the buffer ``between``, and `buffer` allocates memory
-    for both."""
-
-    stored: Mapping[str, Pieces]
-    may_write: bool
-
-    def open(self) -> Disk: ...
-
-    def reader(self, between: torch.Tensor) -> Reader: ...
-
-    def buffer(self, nbytes: int) -> torch.Tensor: ...
-
-
 #: Disks without a folder and without files.
-NO_DISKS: Disks = disk.Disks([])
+NO_DISKS = Disks([])
 
 
 class Allocate(Protocol):
@@ -97,7 +79,6 @@ class HostStore:
         self.division = division or Division()
         #: whether other ranks, of this machine or of others, use the same state
         self.is_shared = is_shared or self.division != Division()
-        self.shards: list[HostShard] = []
         self._allocate = allocate
         self._private = private or allocate
         self._buffers: dict[str, torch.Tensor] = {}
@@ -106,21 +87,17 @@ class HostStore:
         #: pieces that `exchange` has allocated: their shards, purposes, memory and bytes
         self._exchanged: list[tuple[HostShard, str, weakref.ref[Any], int]] = []
         #: by purpose, its scratch files
-        self.scratch: dict[str, Disk] = {}
-        self._readers: list[Reader] = []
+        self.scratch: dict[str, Scratch] = {}
+        self._readers: list[StoredTensors] = []
         self._ring: list[torch.Tensor] = []
         #: buffers that weights on disk pass through
         self.weight_ring: list[torch.Tensor] = []
 
-        self._machine = machine = machine if self.is_divided else 0
+        self._machine = machine if self.is_divided else 0
         self._rank = rank
-        number = 0
-        for layout in layouts:
-            owned = self.division.owned(layout, machine=machine, rank=rank)
-            updated = owned.parts[rank].elements
-            chunks = chunks_of(layout, first_number=number, division=self.division, machine=machine)
-            number += len(chunks)
-            self.shards.append(HostShard(layout, owned, StateOnDisk(layout, chunks, updated, disks.buffer)))
+        self.shards = [
+            HostShard(layout, *owned) for layout, owned in zip(layouts, self._owned(layouts), strict=True)
+        ]
         placement = placement or Placement()
         self._put_on_disk(self._reserve(MASTERING, self._at(placement.masters)))
         self._put_weights_on_disk(self._at(placement.weights))
@@ -133,17 +110,28 @@ class HostStore:
     def _at(self, positions: Collection[int]) -> list[HostShard]:
         return [self.shards[position] for position in sorted(positions)]
 
+    def _owned(self, layouts: Iterable[Layout]) -> Iterator[tuple[Owned, StateOnDisk]]:
+        """This rank's part of each unit, and a place for the unit's state on disk."""
+        number = 0
+        for layout in layouts:
+            owned = self.division.owned(layout, machine=self._machine, rank=self._rank)
+            updated = owned.parts[self._rank].elements
+            chunks = chunks_of(layout, first_number=number, division=self.division, machine=self._machine)
+            number += len(chunks)
+            yield owned, StateOnDisk(layout, chunks, updated, self.disks.buffer)
+
     def divide_by_parameter(self, whole: Callable[[int, Purpose], torch.Tensor], *, writes: bool) -> None:
         """From now on, each rank updates whole parameters. ``whole`` returns the complete piece of a shard,
         by its position, for a purpose that machines divide; one rank of each machine ``writes`` it. No
-        moments may exist, and nothing may be on disk."""
+        moments may exist where machines divide the state, and nothing may be on disk."""
         before = dict[tuple[HostShard, Purpose], torch.Tensor]()
         for purpose in MASTERING if self.is_divided else ():
             shards = [shard for shard in self.shards if purpose.name in shard.held]
             before |= {(shard, purpose): whole(self.shards.index(shard), purpose) for shard in shards}
         self.division = replace(self.division, by_parameter=True)
-        for shard in self.shards:
-            shard.owned = self.division.owned(shard.layout, machine=self._machine, rank=self._rank)
+        layouts = [shard.layout for shard in self.shards]
+        for shard, (owned, on_disk) in zip(self.shards, self._owned(layouts), strict=True):
+            shard.owned, shard.disk = owned, on_disk
         for purpose in dict.fromkeys(purpose for _, purpose in before):
             shards = [shard for shard in self.shards if purpose.name in shard.held]
             nbytes = sum(self._nbytes(purpose, shard) for shard in shards)
@@ -332,7 +320,7 @@ class HostStore:
             self._apart[purpose.name] = [it for it in self._apart[purpose.name] if it not in before]
 
     def _reserve(
-        self, purposes: Sequence[Purpose], shards: Sequence[HostShard], known: Disk | None = None
+        self, purposes: Sequence[Purpose], shards: Sequence[HostShard], known: Scratch | None = None
     ) -> list[tuple[HostShard, StatePart]]:
         """Allocate room on disk for ``shards``, in new scratch files or by extending the ``known`` ones."""
         if not shards:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from streamer.backends.host_memory import RAISE_LOCKED_LIMIT
 from streamer.errors import exact_amount
 from streamer.store.layout import ALIGN_BYTES, Layout
 from streamer.store.purposes import (
@@ -106,9 +105,8 @@ class Room:
 
     ``budget`` bytes of the device are for tensors. ``shared`` says that the device's memory is the host's.
     ``device`` includes ``context``, the bytes that CUDA itself takes, as plans do. ``host`` includes
-    ``freed_by_model``, bytes that the model holds now and `wrap` frees. ``lockable`` bytes may be
-    page-locked. ``host_limit`` is the limit passed to `wrap`. The device's bytes are per rank, the host's for
-    all ``ranks`` together.
+    ``freed_by_model``, bytes that the model holds now and `wrap` frees. ``host_limit`` is the limit passed to
+    `wrap`. The device's bytes are per rank, the host's for all ``ranks`` together.
     """
 
     device: int
@@ -117,7 +115,6 @@ class Room:
     shared: bool = False
     context: int = 0
     freed_by_model: int = 0
-    lockable: int = UNLIMITED
     host_limit: int = UNLIMITED
     ranks: int = 1
 
@@ -187,14 +184,10 @@ class Ledger:
         device, host = sum(self.device.values()), sum(self.host.values())
         host_remedy = _quantizing(frozen, host, room.host_room(device)) or _EXACT
         limit_remedy = REMEDY if self.disk else f"give disk= a folder for the optimizer's state, or {REMEDY}"
-        lock_remedy = f"raise the limit with {RAISE_LOCKED_LIMIT}"
-        locked = Tier("page-locked host memory", self.pinned_host_bytes, room.lockable, lock_remedy)
 
         def table() -> str:
             rows = {"available": room.host - room.freed_by_model}
             rows |= nonzero({"freed by the model": room.freed_by_model})
-            if room.lockable < UNLIMITED:
-                rows["may be page-locked"] = room.lockable
             return self.table(device={"available": room.tensors}, host=rows)
 
         require(
@@ -202,7 +195,6 @@ class Ledger:
             Tier("the device", device, room.tensors, device_remedy),
             room.host_tier(host, device, host_remedy),
             Tier("host_memory", host, room.host_limit, limit_remedy),
-            locked,
             details=table,
         )
 

@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from streamer.backends.disk import Extent
+from streamer.backends.disk import Extent, Scratch
 from streamer.errors import DiskError
 from streamer.store.layout import Layout, Slice
 from streamer.store.purposes import Purpose
@@ -37,25 +37,6 @@ RING = 3
 Allocate = Callable[[int], torch.Tensor]
 
 
-class Disk(Protocol):
-    """Scratch files whose extents are allocated together: see `streamer.backends.disk.Scratch`."""
-
-    @property
-    def is_shared(self) -> bool: ...
-
-    def padded(self, nbytes: int) -> int: ...
-
-    def extent(self, nbytes: int) -> Extent: ...
-
-    def allocate(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def read(self, extent: Extent, into: torch.Tensor, part: range | None = None) -> None: ...
-
-    def write(self, extent: Extent, source: torch.Tensor, part: range | None = None) -> None: ...
-
-
 @dataclass(eq=False)
 class Piece:
     """Bytes ``first`` to ``stop`` of a buffer of ``what``, in an extent of ``disk``. Transfers move whole
@@ -63,7 +44,7 @@ class Piece:
 
     what: str
 
-    disk: Disk
+    disk: Scratch
     extent: Extent
     start: int
     first: int
@@ -230,7 +211,7 @@ class StatePart(NamedTuple):
     ``purpose``, or this machine has no part of it."""
 
     purpose: Purpose
-    disk: Disk
+    disk: Scratch
     pieces: tuple[Piece, ...]
 
 
@@ -256,7 +237,7 @@ class StateOnDisk:
         """Those that this rank updates and writes."""
         return self._own if self._parts else ()
 
-    def reserve(self, purpose: Purpose, disk: Disk) -> StatePart:
+    def reserve(self, purpose: Purpose, disk: Scratch) -> StatePart:
         """A place on ``disk`` for ``purpose``. Pass it to `add` once the disk is allocated."""
         chunks = self._chunks if purpose.numel(self._layout) else ()
         what, pieces = f"optimizer state ({purpose.name})", list[Piece]()

@@ -13,11 +13,9 @@ import streamer_native as native
 from streamer.store.layout import Layout, Slice, Stretch
 from streamer.store.on_disk import Allocate, Chunk, StateOnDisk
 from streamer.store.purposes import (
-    ALL_MOMENTS,
     DIVIDED,
     GRADIENTS,
     MASTERS,
-    MODEL,
     REMAINDERS,
     SUMS,
     WEIGHTS,
@@ -261,14 +259,6 @@ class HostShard:
         exact = self.weight_of(slice).clone() if dtype == slice.dtype else self.exact(slice)
         return exact.to(dtype)
 
-    def copy(self) -> HostShard:
-        """A copy of the weights, masters and optimizer state."""
-        assert not self.uses_disk, "that would bring back what memory has no room for"
-        copy = HostShard(self.layout, self.owned, self.disk)
-        kept = {purpose.name for purpose in (*MODEL, *ALL_MOMENTS)}
-        copy.held = {name: piece.clone() for name, piece in self.held.items() if name in kept}
-        return copy
-
     def give_up(self) -> None:
         """Free everything, in memory and on disk."""
         self.held.clear()
@@ -276,7 +266,7 @@ class HostShard:
         self.weights_on_disk = WeightsOnDisk()
 
     def about_to_change(self) -> None:
-        """Called before a write: a reader in the background (a checkpoint) finishes, or copies the shard."""
+        """Called before a write: a reader in the background (a checkpoint) finishes first."""
         if self.before_change is not None:
             self.before_change()
 

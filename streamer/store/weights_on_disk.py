@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
-from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from streamer.backends.direct_io import ALIGNMENT
-from streamer.backends.stored_tensors import Pieces, StoredTensor, read_into
+from streamer.backends.disk import Scratch
+from streamer.backends.stored_tensors import Pieces, StoredTensors, read_into
 from streamer.store.layout import Layout, Slice
-from streamer.store.on_disk import Allocate, Disk, Piece, read_bytes, write_together
+from streamer.store.on_disk import Allocate, Piece, read_bytes, write_together
 from streamer.store.shares import Share, shares_of
 
 #: Bytes of a unit's weights in one piece, a multiple of any alignment.
 WEIGHTS_PIECE = 64 << 20
 #: Buffers of the ring of weights: for the unit in use, for the next one, and for one that is being read.
 WEIGHT_BUFFERS = 3
-
-
-class Reader(Protocol):
-    """Reads tensors from files: see `streamer.backends.stored_tensors.StoredTensors`."""
-
-    def open(self, files: Iterable[Path]) -> None: ...
-
-    def read(self, wanted: Iterable[tuple[StoredTensor, torch.Tensor]]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class WeightsOnDisk:
@@ -90,7 +79,7 @@ class WeightsInScratch(WeightsOnDisk):
     is_empty = False
 
     def __init__(
-        self, layout: Layout, disk: Disk, allocate: Allocate, *, share: Share, ranks: int = 1
+        self, layout: Layout, disk: Scratch, allocate: Allocate, *, share: Share, ranks: int = 1
     ) -> None:
         """This one of ``ranks`` updates ``share``."""
         self._allocate = allocate
@@ -129,7 +118,13 @@ class WeightsInFiles(WeightsOnDisk):
     is_empty = False
 
     def __init__(
-        self, layout: Layout, stored: Mapping[str, Pieces], reader: Reader, *, hold: Allocate, share: Share
+        self,
+        layout: Layout,
+        stored: Mapping[str, Pieces],
+        reader: StoredTensors,
+        *,
+        hold: Allocate,
+        share: Share,
     ) -> None:
         """``stored`` are those in files, by name; ``hold`` allocates memory for the others. This rank updates
         ``share``."""

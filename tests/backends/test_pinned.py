@@ -127,29 +127,6 @@ def test_a_forked_process_does_not_get_a_block(cudart: Cudart) -> None:
     pinned.close()
 
 
-@pytest.mark.parametrize(
-    ("soft", "room", "limit"),
-    [
-        # the driver that counts nothing towards the limit, and one that does
-        (65536, float("inf"), None),
-        (65536, 65536, 65536),
-        (resource.RLIM_INFINITY, 65536, None),
-        # too large to try
-        (1 << 40, 65536, None),
-        # nothing can be registered here, for whatever reason: it need not be the limit
-        (65536, 0, None),
-        (0, 0, None),
-    ],
-)
-def test_a_limit_is_believed_where_it_is_held(
-    cudart: Cudart, monkeypatch: pytest.MonkeyPatch, soft: int, room: float, limit: int | None
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, -1))
-    cudart.room = room
-    assert blocks().limit() == limit
-    assert cudart.registered == {}
-
-
 def test_wsl_is_told_that_a_higher_limit_helps_nothing(
     cudart: Cudart, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,7 @@ def moved_by(config: Config, steps: int, folder: Path) -> tuple[int, int]:
     opened: list[Scratch] = []
 
     def scratch(folders: Any, **options: Any) -> Scratch:
-        opened.append(Scratch(folders, direct_io="off", **options))
+        opened.append(Scratch(folders, direct_io=False, **options))
         return opened[-1]
 
     torch.manual_seed(0)

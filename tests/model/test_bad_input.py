@@ -440,18 +440,6 @@ def test_quantization_is_proposed_for_what_is_frozen(
     refuses(model, rf"too few\): {re.escape(told)}\n", MemoryError)
 
 
-def test_more_is_to_be_page_locked_than_may_be(refuses: Refuses, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ThreadBackend, "host_lockable", lambda self: 2559)
-    match = re.escape(
-        "page-locked host memory needs 2560 bytes and has 2559 bytes (1 byte too few): raise the limit with "
-        "'ulimit -l unlimited', or '--ulimit memlock=-1' for a container\ndevice "
-    )
-    refuses(Net(), r"not enough(.|\n)*" + match + r"(.|\n)*\n  may be page-locked +2,559$", MemoryError)
-    monkeypatch.setattr(ThreadBackend, "host_lockable", lambda self: 2560)
-    with wrapped() as model:
-        step(model)
-
-
 def test_a_control_group_counts(tmp_path: Path, refuses: Refuses, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cgroup").write_text("0::/\n")
     (tmp_path / "mountinfo").write_text(f"31 24 0:27 / {tmp_path} rw - cgroup2 cgroup2 rw\n")

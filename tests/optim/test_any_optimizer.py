@@ -20,7 +20,7 @@ import streamer
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.optim.replay.probe import way_of
-from streamer.optim.replay.shadow import same
+from streamer.optim.replay.shadow import CoupledError, same
 from streamer.optim.replay.step import Call, Way
 from tests.on_disk import disks
 from tests.optim.masters import (
@@ -391,10 +391,10 @@ def two_models() -> Optimizer:
         return torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
 
 
-def twice() -> Optimizer:
+def twice(kind: Make = torch.optim.SGD) -> Optimizer:
     with model_in(BF16) as model, pytest.warns(UserWarning, match="duplicate parameters"):
         param = next(model.parameters())
-        return torch.optim.SGD([param, param], lr=0.1)
+        return kind([param, param], lr=0.1)
 
 
 def view() -> Optimizer:
@@ -425,6 +425,7 @@ def updates_in_backward() -> Optimizer:
     [
         (two_models, ValueError, "parameters of two wrapped models: create one for each"),
         (twice, ValueError, "in the optimizer twice"),
+        (partial(twice, streamer.AdamW), ValueError, "in the optimizer twice"),
         (
             view,
             ValueError,
@@ -438,6 +439,32 @@ def test_bad_input_is_one_line(make: Callable[[], Optimizer], error: type[Except
     with pytest.raises(error, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+class Late(torch.optim.SGD):
+    """Sets an option from single parameters, but not from those as small as in the probe."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if any(p.grad is not None and p.numel() > 1000 for p in group["params"]):
+                group["lr"] = group["lr"] / 2
+        return super().step(closure)
+
+
+def test_an_option_set_from_single_parameters_is_an_error_in_training() -> None:
+    """Where the probe has not found it. The masters stay as they are."""
+    model = streamer.wrap(tiny_gpt(layers=2), layers="transformer.h", device="cpu", dtype=BF16)
+    params = [*model.parameters()]
+    before = masters(params)
+    optimizer = Late(params, lr=0.1)
+    language_loss(model, 0).backward()
+    optimizer.step()
+    with pytest.raises(CoupledError, match="it sets lr from single parameters"):
+        streamer.synchronize(model)
+    with pytest.warns(UserWarning, match="it sets lr from single parameters"):
+        plain = streamer.unwrap(model)
+    large = [each for each in zip(plain.parameters(), before, strict=True) if each[1].numel() > 1000]
+    assert all(torch.equal(*each) for each in large)
 
 
 def test_state_without_room_is_refused_before_anything_is_written() -> None:

@@ -272,7 +272,7 @@ def test_an_example_refuses_a_step_that_does_not_fit_before_anything_is_changed(
 
 def test_what_host_memory_has_no_room_for_is_planned_on_disk(tmp_path: Path) -> None:
     model = gpt(8)
-    disk = Disks([tmp_path], partial(Scratch, direct_io="off"))
+    disk = Disks([tmp_path], partial(Scratch, direct_io=False))
     with pytest.raises(MemoryError, match=r"host_memory needs \d+ bytes .* and has 1600000 bytes"):
         wrapped_auto(model, num_slots=2, host_memory="1.6MB")
     chosen = wrapped_auto(model, num_slots=2, host_memory="1.6MB", disk=disk)

@@ -70,7 +70,7 @@ def disks(folder: str, **options: Any) -> Disks:
     folders = [Path(folder) / str(number) for number in range(2)]
     for each in folders:
         each.mkdir(exist_ok=True)
-    return Disks(folders, partial(Scratch, **{"direct_io": "off", "in_flight": 2, **options}))
+    return Disks(folders, partial(Scratch, **{"direct_io": False, "in_flight": 2, **options}))
 
 
 #: The machines on which ranks are, as `everyone` has them. Set in a rank's process, before all else.

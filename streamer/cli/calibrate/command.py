@@ -49,7 +49,7 @@ def calibrate(*, device: str | None, output: Path, disk: Sequence[str] = ()) -> 
         opened.enter_context(closing(backend))
         sizes = sizes_of(backend.device.type)
         try:
-            works = transfers(opened.enter_context(Scratch(disk)), sizes.disk_bytes) if disk else {}
+            works = transfers(opened.enter_context(closing(Scratch(disk))), sizes.disk_bytes) if disk else {}
         except DiskError as error:
             raise ConfigError(f"--disk: {error}") from error
         print(f"measuring {device_name(backend.device)}: {_described(sizes)}", flush=True)

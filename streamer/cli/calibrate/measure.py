@@ -23,7 +23,8 @@ from torch import nn
 import streamer
 import streamer_native as native
 from streamer.backends.base import COPIES, Backend, Event, Lane, Span
-from streamer.backends.disk import Disks, Scratch
+from streamer.backends.disk import Scratch
+from streamer.backends.host_memory import mapped
 from streamer.optim.update import ParamUpdate, UnitUpdate, update_shard
 from streamer.planner.cost import Operations
 from streamer.store.host import HostStore
@@ -145,7 +146,7 @@ def transfers(scratch: Scratch, nbytes: int) -> dict[Lane, Work]:
     DiskError, and allocates nothing, where the disk has no room for them."""
     read, written = ([scratch.extent(nbytes) for _ in range(EXTENTS)] for _ in range(2))
     scratch.allocate()
-    source, into = (Disks.buffer(scratch.padded(nbytes)) for _ in range(2))
+    source, into = (mapped(scratch.padded(nbytes), in_forks=False) for _ in range(2))
     source.random_(0, 256)  # some drives compress
     for extent in (*read, *written):
         scratch.write(extent, source)

@@ -12,14 +12,14 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 import streamer
 from streamer.backends.base import DISKS
-from streamer.backends.disk import Disks, Scratch
+from streamer.backends.disk import Disks
 from streamer.backends.select import backend_for
 from streamer.backends.virtual import VirtualBackend, VirtualScratch
 from streamer.cli.build import build_optimizer, from_files, refusals, without_values, wrap_options
@@ -247,7 +247,7 @@ def _wrapped(options: Mapping[str, Any], config: Config, machine: Machine, model
     if has_files and (options["disk"] is not None or _has_quantized(config)):
         disks = None
         if options["disk"] is not None:
-            disks = Disks(folders_of(options["disk"]), lambda *_, **__: cast(Scratch, VirtualScratch()))
+            disks = Disks(folders_of(options["disk"]), lambda *_, **__: VirtualScratch())
         with refusals("[model] and [stream]", besides=MemoryError):
             model = from_files(config, {**options, "disk": disks, "backend": backend})
         return model

@@ -33,7 +33,7 @@ from streamer.engine.paging.disk_pager import WholeUpdate
 from streamer.engine.paging.early_updates import Update
 from streamer.engine.unit import Unit
 from streamer.optim.replay.probe import way_of
-from streamer.optim.replay.room import beyond, held_bytes, needed_by
+from streamer.optim.replay.room import held_bytes, needed_by
 from streamer.optim.replay.rules import rule_of
 from streamer.optim.replay.shadow import CoupledError, StandIns, Values, plain_step, stand_in_for
 from streamer.optim.replay.shard_parts import (
@@ -49,6 +49,7 @@ from streamer.optim.replay.shard_parts import (
 from streamer.optim.replay.spill import IN_MEMORY, Spill
 from streamer.optim.replay.step import Call, Masters, StateInMemory, StateOnDisk, Step, Way
 from streamer.optim.replay.waiting_state import WaitingState
+from streamer.store import placement
 from streamer.store.ledger import UNLIMITED, require
 from streamer.store.purposes import ALL_MOMENTS, BF16, FP16, FP32, OPTIMIZER_STATE, UPDATE_SCRATCH
 from streamer.store.shard import HostShard
@@ -138,7 +139,7 @@ class Replay:
 
     def _require_room(self, optimizer: Optimizer, call: Call) -> None:
         """Raise MemoryError unless the state fits in host memory and the model's disk."""
-        executor = self.executor
+        executor, ranks, here = self.executor, self.executor.ranks, self.executor.store.division.ranks
         of_units = self._parts(optimizer, self._members(optimizer))
         parts = [*chain(*of_units.values())]
         needed = needed_by(optimizer, self._is_mine, call)
@@ -149,19 +150,26 @@ class Replay:
         more = max(0, sum(needed.values()) - present)
         scratch = max((part.stop for part in parts), default=0) * SCRATCH_BYTES
         scratch = max(0, scratch - executor.scratch_bytes())
+        ring = IN_MEMORY * max((sum(needed[id(p)] for p in part.params) for part in parts), default=0)
+        # the rank with the most decides for all
+        of_all = ranks.exchange("room for the state of an optimizer", (more, scratch, ring))
+        more, scratch, ring = map(max, zip(*of_all, strict=True))
         remedy = "use streamer.AdamW with state_dtype='int8', or freeze parameters"
         what = f"the state of {type(optimizer).__name__}"
         room = executor.host_of_all({OPTIMIZER_STATE: more, UPDATE_SCRATCH: scratch}, remedy)
+        room = replace(room, available=ranks.least("the bytes of free host memory", room.available))
         if not room.lacking:
             executor.optimizer_state[self] = sum(needed.values())
             return
-        ring = IN_MEMORY * max(sum(needed[id(param)] for param in part.params) for part in parts)
-        left = room.available - scratch - ring
+        left = room.available // here - scratch - ring
         if not executor.store.can_move or self._way is not Way.PARTS or not executor.gradients.are_kept:
             require(what, room)
-        require(what, replace(room, needed=scratch + ring))
+        require(what, replace(room, needed=(scratch + ring) * here))
+        # the units updated first go first
         units = [[id(param) for part in of_unit for param in part.params] for of_unit in of_units.values()]
-        self._spill(optimizer, beyond(units, needed, left))
+        sizes = {number: sum(needed[param] for param in params) for number, params in enumerate(units)}
+        _, gone = placement.place([placement.Way(0, sizes)], left)
+        self._spill(optimizer, {param for number in gone for param in units[number]})
         on_disk = sum(needed[param] for param in self._on_disk)
         executor.optimizer_state[self] = sum(needed.values()) - on_disk + ring
         executor.optimizer_state_on_disk[self] = on_disk
@@ -169,7 +177,12 @@ class Replay:
     def _spill(self, optimizer: Optimizer, params: set[int]) -> None:
         """Spill the state of these parameters to disk."""
         state = cast(WaitingState, optimizer.state)
-        spill = state.spill = state.spill or Spill(self.executor.store)
+        if state.spill is None:
+            store = self.executor.store
+            disk = store.disks.open(shared=False)
+            store.scratch[f"{OPTIMIZER_STATE} {id(self)}"] = disk
+            state.spill = Spill(disk, store.disks.buffer)
+        spill = state.spill
         self._on_disk = params
         self._states = StateOnDisk(optimizer, spill, params)
         for part in chain(*self._parts(optimizer, self._members(optimizer)).values()):
@@ -204,11 +217,17 @@ class Replay:
         """Raise RuntimeError if there are several ranks and only streamer.AdamW supports the set-up."""
         executor = self.executor
         store = executor.store
-        has_moments = store.is_divided and store.holds_some(ALL_MOMENTS)
-        if not executor.ranks.is_alone and (store.has_disks or has_moments):
+        if executor.ranks.is_alone or store.division.by_parameter:
+            return
+        if store.on_disk() or not all(shard.weights_on_disk.is_empty for shard in store.shards):
             raise RuntimeError(
-                f"{name} on several ranks needs its state in memory, and must be created before "
-                "streamer.AdamW: wrap without disk, or use streamer.AdamW for all parameters"
+                f"{name} on several ranks needs weights and masters in host memory, and some are on disk: "
+                "raise host_memory, or use streamer.AdamW for all parameters"
+            )
+        if store.is_divided and store.holds_some(ALL_MOMENTS):
+            raise RuntimeError(
+                f"{name} on several machines must be created before streamer.AdamW: create it first, or use "
+                "streamer.AdamW for all parameters"
             )
 
     # a step
@@ -332,10 +351,11 @@ class Replay:
 
     def state_dict(self, optimizer: Optimizer, *, from_disk: bool = True) -> dict[str, Any]:
         """``optimizer.state_dict()``, with the state of all ranks; every rank must call it. ``from_disk``
-        reads tensors on disk, otherwise an `OnDisk` stands in their place."""
+        reads tensors on disk, otherwise an `OnDisk` stands in their place, and of several ranks only the
+        first one gets the state of all."""
         held = cast(WaitingState, optimizer.state)
         if not self.executor.ranks.is_alone:
-            optimizer.state = self._state_of_all(optimizer)
+            optimizer.state = self._state_of_all(optimizer, from_disk=from_disk)
         elif not from_disk:
             held.wait(dict.keys(held))
             optimizer.state = defaultdict(dict, {key: dict.__getitem__(held, key) for key in dict.keys(held)})
@@ -344,14 +364,19 @@ class Replay:
         finally:
             optimizer.state = held
 
-    def _state_of_all(self, optimizer: Optimizer) -> defaultdict[Any, Any]:
-        ranks, found = self.executor.ranks, defaultdict[Any, Any](dict)
+    def _state_of_all(self, optimizer: Optimizer, *, from_disk: bool) -> defaultdict[Any, Any]:
+        ranks, disks, found = self.executor.ranks, self.executor.store.disks, defaultdict[Any, Any](dict)
+        # the state of others goes to files of its own, which are freed with the result
+        spill = None
+        if not from_disk and ranks.is_first and self.executor.store.can_move:
+            spill = Spill(disks.open(shared=False), disks.buffer)
         for number, param in enumerate(_params(optimizer)):
             mine = optimizer.state.get(param)
             words = f"the state of parameter {number} of {type(optimizer).__name__}"
             held = [state for state in ranks.exchange(words, mine) if state]
-            if held:
-                found[param] = mine or held[0]
+            if held and (from_disk or ranks.is_first):
+                state = mine or held[0]
+                found[param] = state if spill is None else spill.write(state)
         return found
 
     def _drop_state_of_others(self, optimizer: Optimizer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from streamer.optim.replay.probe import ready
 from streamer.optim.replay.shadow import Values
+from streamer.optim.replay.spill import leaves
 from streamer.optim.replay.step import Call
 from streamer.torch_private import storage_id, without_values
 
@@ -38,19 +39,6 @@ def needed_by(optimizer: Optimizer, is_counted: Callable[[nn.Parameter], bool], 
     return needed
 
 
-def beyond(units: Iterable[Sequence[int]], needed: Mapping[int, int], room: int) -> set[int]:
-    """The parameters whose state goes to disk, if ``room`` bytes of memory are left for state: those of the
-    units that do not fit. The units updated first go first. [Note: placement]"""
-    gone = set[int]()
-    for params in units:
-        nbytes = sum(needed[param] for param in params)
-        if nbytes <= room:
-            room -= nbytes
-        else:
-            gone |= {*params}
-    return gone
-
-
 def _after_a_step(optimizer: Optimizer, param: torch.Tensor, call: Call) -> int:
     stand_in = nn.Parameter(torch.ones(param.shape, dtype=torch.float32))
     stand_in.grad = torch.ones(param.shape, dtype=torch.float32)
@@ -61,15 +49,5 @@ def _after_a_step(optimizer: Optimizer, param: torch.Tensor, call: Call) -> int:
 
 def held_bytes(state: Any) -> int:
     """Bytes of the tensors in ``state``, each storage once."""
-    return sum({storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in _tensors(state)}.values())
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+    tensors = [leaf for leaf in leaves(state) if isinstance(leaf, torch.Tensor)]
+    return sum({storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())

@@ -80,11 +80,8 @@ def _adamw(memory: Memory, state: dict[str, Any], group: Mapping[str, Any]) -> N
     weight, master_data, gradient = memory.arrays()
     segments = [native.Segment(0, len(weight), hyper)]
     moments = array(state["exp_avg"]), array(state["exp_avg_sq"])
-    if memory.weight.dtype == FP32:
-        native.adamw_fp32(weight, gradient, *moments, segments, grad_scale=memory.scale)
-    else:
-        kernel = native.adamw_fp16 if memory.weight.dtype == FP16 else native.adamw_split
-        kernel(weight, master_data, gradient, *moments, segments, grad_scale=memory.scale)
+    kernel = native.adamw_fp16 if memory.weight.dtype == FP16 else native.adamw_split
+    kernel(weight, master_data, gradient, *moments, segments, grad_scale=memory.scale)
 
 
 def _sgd(memory: Memory, state: dict[str, Any], group: Mapping[str, Any]) -> None:

@@ -18,10 +18,7 @@ from typing import Any
 import torch
 
 from streamer.backends.base import Lock
-from streamer.backends.disk import Extent
-from streamer.store.host import HostStore
-from streamer.store.on_disk import Disk
-from streamer.store.purposes import OPTIMIZER_STATE
+from streamer.backends.disk import Extent, Scratch
 
 #: Bytes from which a tensor is read on its own.
 LEAST = 64 << 10
@@ -40,7 +37,7 @@ Keep = Callable[[list[Any]], None]
 class OnDisk:
     """A tensor in an extent of ``disk``. ``buffer`` returns memory to read it into."""
 
-    disk: Disk
+    disk: Scratch
     extent: Extent
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -67,12 +64,11 @@ class OnDisk:
 
 
 class Spill:
-    """Moves the state of parts between memory and the disks of ``store``."""
+    """Moves the state of parts between memory and a disk. ``buffer`` allocates memory for transfers."""
 
-    def __init__(self, store: HostStore) -> None:
-        self._disk = store.disks.open()
-        store.scratch[f"{OPTIMIZER_STATE} {id(self)}"] = self._disk
-        self._buffer = store.disks.buffer
+    def __init__(self, disk: Scratch, buffer: Callable[[int], torch.Tensor]) -> None:
+        self._disk = disk
+        self._buffer = buffer
         self._reading: dict[Key, Future[list[Any]]] = {}
         self._writing: dict[Key, Future[None]] = {}
         #: free transfer memory, by its bytes, and transfer memory in use, by its address
@@ -99,6 +95,10 @@ class Spill:
         for other in [other for other, future in self._writing.items() if future.done()]:
             self._writing.pop(other).result()
         self._writing[key] = self._writers.submit(self._write, old, new, keep)
+
+    def write(self, state: Any) -> Any:
+        """Write a state to new places, and return it with `OnDisk` in place of tensors. Raises DiskError."""
+        return mapped(state, partial(self._on_disk, []))
 
     def finish(self) -> None:
         """Wait until everything is written. Raises DiskError."""

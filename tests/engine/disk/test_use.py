@@ -247,7 +247,7 @@ class Counting:
         self.disks = Disks([folder], self._open)
 
     def _open(self, folders: Any, **options: Any) -> Scratch:
-        scratch = Scratch(folders, direct_io="off", in_flight=1, **options)
+        scratch = Scratch(folders, direct_io=False, in_flight=1, **options)
         self.opened.append(scratch)
         return scratch
 

@@ -118,7 +118,7 @@ def record(
         options = {"num_slots": num_slots, "activations": "recompute+offload"}
         budget = None if num_slots else BUDGET
         if on_disk is not None:
-            disks = Disks([folder], partial(Scratch, direct_io="off"))
+            disks = Disks([folder], partial(Scratch, direct_io=False))
             options |= {"activations": "recompute", "host_memory": HOST_MEMORY[on_disk], "disk": disks}
         plain = net() if on_disk is None else net(WIDE)
         model = streamer.wrap(plain, layers="1", device_memory=budget, backend=backend, **options)
