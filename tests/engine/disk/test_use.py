@@ -457,9 +457,7 @@ def test_moments_without_room_for_the_ring_are_refused(tmp_path: Path) -> None:
         streamer.unwrap(model)
 
 
-@pytest.mark.parametrize(
-    ("room", "update"), [(0, "step"), (100_000, "backward"), (400_000, "step"), (1_000_000, "backward")]
-)
+@pytest.mark.parametrize(("room", "update"), [(0, "step"), (100_000, "backward")])
 def test_planned_bytes_are_held_bytes(tmp_path: Path, room: int, update: str) -> None:
     options = OPTIONS | {"device": "cpu", "update": update}
     budget = least_budget(Model(), **options) + room

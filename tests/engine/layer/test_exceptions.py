@@ -25,7 +25,7 @@ from streamer.backends.thread import ThreadBackend
 from streamer.engine import unit
 from streamer.engine.layer.arguments import apart
 from streamer.engine.layer.layer import StreamedLayer, _go_through
-from tests.engine.layer.common import Layer, Stack
+from tests.models import Layer, Stack
 from tests.reference import (
     History,
     assert_parity,

@@ -24,7 +24,6 @@ from tests.engine.paging.least_bytes import (
     Cycle,
     inference,
     least_bytes,
-    moved_in_training,
     training,
 )
 from tests.reference import (
@@ -100,11 +99,6 @@ def test_a_step_moves_the_least(layers: int, options: dict[str, Any]) -> None:
     assert least[-1] == layers
     if not options:
         assert least == [2 * layers - slots for slots in every]
-
-
-@pytest.mark.parametrize(("slots", "update"), [(1, "step"), (3, "backward"), (4, "step")])
-def test_a_real_step_moves_the_least(slots: int, update: str) -> None:
-    assert moved_in_training(4, slots, update=update) == 8 - slots
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, MOST])
