@@ -208,20 +208,3 @@ def test_fp32_values_that_are_copied_in_are_the_masters(dtype: torch.dtype, how:
     for name, param in model.named_parameters():
         assert torch.equal(param, wanted[name]), name
         assert torch.equal(shown[name], wanted[name].to(dtype)) or dtype == torch.bfloat16, name
-
-
-@pytest.mark.parametrize("dtype", SHORT)
-def test_values_that_are_copied_in_from_fp32_are_what_runs(dtype: torch.dtype) -> None:
-    torch.manual_seed(1)
-    other = Model()
-    tokens = torch.arange(8)[None]
-    with wrapped(dtype) as model, torch.no_grad():
-        model(tokens)
-        model.load_state_dict(other.state_dict())
-        found = model(tokens).clone()
-    with wrapped(dtype) as model, torch.no_grad():
-        for param, values in zip(model.parameters(), other.parameters(), strict=True):
-            param.copy_(values.to(dtype))
-        expected = model(tokens).clone()
-    # ties are rounded away from zero in masters, to even by PyTorch: random values have none
-    assert torch.equal(found, expected)

@@ -55,10 +55,7 @@ def one_of_each(model: nn.Module, kind: Any) -> Optimizers:
     return [kind(params[::2], **CALM), torch.optim.SGD(params[1::2], lr=0.5)]
 
 
-MAKES = {
-    "two of ours": two_of_ours,
-    "one of each": one_of_each,
-}
+MAKES = {"two of ours": two_of_ours, "one of each": one_of_each}
 
 
 @pytest.mark.parametrize("name", MAKES)

@@ -371,10 +371,7 @@ def test_a_config_is_settled_for_a_machine(config: Config) -> None:
     machine = replace(CPU, host_bytes=PROCESS_BYTES + (1 << 30), device_bytes=600_000)
     settled, chosen = settle(config, machine)
     assert chosen is not None
-    assert settled.stream == replace(
-        config.stream,
-        activations=chosen.choice.activations,
-    )
+    assert settled.stream == replace(config.stream, activations=chosen.choice.activations)
     planned = plan_run(settled, machine)
     assert planned.fits and planned.step == chosen.plan
     assert settle(settled, machine) == (settled, None)

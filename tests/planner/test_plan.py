@@ -163,11 +163,7 @@ def begin_plain(
     return wrapped(model).executor, lambda: model(inputs)
 
 
-def plan_plain(
-    layers: Iterable[Callable[[], nn.Module]],
-    batch: tuple[int, int],
-    **options: Any,
-) -> StepPlan:
+def plan_plain(layers: Iterable[Callable[[], nn.Module]], batch: tuple[int, int], **options: Any) -> StepPlan:
     """The plan of a forward and a backward of `begin_plain`."""
     executor, forward = begin_plain(layers, batch, **options)
     return plan_step(executor, lambda: forward().sum().backward())
