@@ -162,12 +162,6 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
 
 
-def assert_equal(actual: list[Any], expected: list[Any]) -> None:
-    assert len(actual) == len(expected)
-    for one, other in zip(actual, expected, strict=True):
-        assert one == other if isinstance(one, float) else torch.equal(one, other)
-
-
 def logits(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model.train(False)(input_ids=torch.arange(16)[None]).logits

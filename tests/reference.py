@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from models.gpt2 import GPT
 from streamer.backends.base import Lane
 
 VOCAB = 64
+Case = TypeVar("Case")
 
 
 def tiny_gpt(layers: int = 3, width: int = 32, **options: Any) -> GPT:
@@ -161,6 +163,27 @@ def in_turn(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
     return [tuple(each[number % len(each)] for each in lists) for number in range(max(map(len, lists)))]
 
 
+def pairwise(
+    make: Callable[..., Case], axes: Mapping[str, Sequence[Any]], is_possible: Callable[[Case], bool]
+) -> list[Case]:
+    """Possible cases, always the same, so that every two values that can meet do so in one of them: of random
+    cases at each turn the one with most pairs that are new."""
+    draw = random.Random(0)
+    numbers: dict[tuple[Any, ...], int] = {}
+    pairs: dict[Case, int] = {}
+    for _ in range(3000):
+        values = {name: draw.choice(of) for name, of in axes.items()}
+        case = make(**values)
+        if is_possible(case):
+            met = itertools.combinations(values.items(), 2)
+            pairs[case] = sum(1 << numbers.setdefault(pair, len(numbers)) for pair in met)
+    left, chosen = (1 << len(numbers)) - 1, list[Case]()
+    while left:
+        chosen.append(max(pairs, key=lambda case: (pairs[case] & left).bit_count()))
+        left &= ~pairs[chosen[-1]]
+    return chosen
+
+
 def flat(value: Any, path: str = "") -> dict[str, torch.Tensor]:
     """Copies of the tensors in dicts and sequences, by their paths; None is left out."""
     if isinstance(value, dict):
@@ -181,12 +204,7 @@ def assert_equal(actual: Any, expected: Any, *, rtol: float = 0.0, atol: float =
 
 
 def assert_as_plain(
-    model: nn.Module,
-    use: Callable[[nn.Module], Any],
-    *,
-    rtol: float = 0.0,
-    atol: float = 0.0,
-    **options: Any,
+    model: nn.Module, use: Callable[[nn.Module], Any], *, rtol: float = 0.0, atol: float = 0.0, **options: Any
 ) -> None:
     """``use`` returns the same for a deep copy of ``model``, wrapped with ``options``, and for ``model``."""
     # the wrapped one first: TorchScript runs other code when it has run before

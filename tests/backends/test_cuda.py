@@ -135,12 +135,7 @@ class SlowLane(CudaBackend):
 
 @pytest.mark.cuda_values
 @pytest.mark.parametrize(
-    ("activations", "num_slots"),
-    [
-        ("recompute", 1),
-        ("recompute+offload", 3),
-        ("keep", 2),
-    ],
+    ("activations", "num_slots"), [("recompute", 1), ("recompute+offload", 3), ("keep", 2)]
 )
 def test_training_in_fp32_equals_plain_pytorch(activations: str, num_slots: int) -> None:
     assert max(plain().norms) > 0.5, "clipping must have something to do"

@@ -12,10 +12,9 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from mmap import mmap
 from pathlib import Path
@@ -25,32 +24,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamer.backends.direct_io import ALIGNMENT, MOST_STUCK, ScratchFile, System
+from streamer.backends.direct_io import ALIGNMENT, MOST_STUCK, System
 from streamer.backends.disk import BLOCK_BYTES, Direction, Extent, Scratch
 from streamer.backends.host_memory import mapped
 from streamer.errors import DiskError
+from tests.on_disk import folder
 from tests.random_cases import examples
+
+__all__ = ["folder"]
 
 HOME = Path(__file__).parent.parent.parent
 #: Seconds after which something that should happen at once is said not to happen.
 PATIENCE = 20.0
 SMALL = 64 << 10
 POISON = 0xA5
-
-
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    """On a file system with direct I/O, where the temporary files are or in the repository."""
-    why_not = []
-    for parent in (None, HOME):
-        with tempfile.TemporaryDirectory(dir=parent) as name:
-            file = ScratchFile(name, system=System())
-            file.close()
-            if not file.why_not:
-                yield Path(name)
-                return
-            why_not.append(f"{file}: {file.why_not}")
-    pytest.skip("; ".join(why_not))
 
 
 def buffer_of(scratch: Scratch, nbytes: int, seed: int | None = None) -> torch.Tensor:
@@ -222,6 +209,26 @@ def test_a_read_does_not_queue_behind_a_write(folder: Path) -> None:
         assert torch.equal(into, buffer_of(scratch, SMALL, 1))
         gate.set()
         writing.join()
+
+
+@pytest.mark.parametrize("verb", ["read", "written"])
+def test_what_is_being_moved_is_not_written(folder: Path, verb: str) -> None:
+    gate, begun = threading.Event(), threading.Event()
+    disk = Disk()
+    with Scratch([folder], in_flight=1, system=disk.system()) as scratch:
+        extent, buffer = scratch.extent(SMALL), buffer_of(scratch, SMALL, 1)
+        scratch.allocate()
+        scratch.write(extent, buffer)
+        disk.before = lambda *_: begun.set() or gate.wait(PATIENCE)
+        move = scratch.read if verb == "read" else scratch.write
+        moving = threading.Thread(target=move, args=(extent, buffer))
+        moving.start()
+        assert begun.wait(PATIENCE)
+        with pytest.raises(RuntimeError, match=f"cannot be right: it is being {verb}"):
+            scratch.write(extent, buffer)
+        gate.set()
+        moving.join()
+        scratch.write(extent, buffer)
 
 
 # nothing is left behind
@@ -748,10 +755,7 @@ class Clock:
 
 @pytest.mark.parametrize(
     ("throttle", "writes", "reads"),
-    [
-        ({Direction.READ: 8192.0}, 0.0, 1.0),
-        ({Direction.WRITE: 4096.0, Direction.READ: 16384.0}, 2.0, 0.5),
-    ],
+    [({Direction.READ: 8192.0}, 0.0, 1.0), ({Direction.WRITE: 4096.0, Direction.READ: 16384.0}, 2.0, 0.5)],
 )
 def test_a_throttled_transfer_takes_as_long_as_its_bytes(
     folder: Path, throttle: dict[Direction, float], writes: float, reads: float

@@ -111,6 +111,7 @@ def test_only_a_part_of_the_hierarchy_is_mounted(tree: Tree, own: str) -> None:
     tree.group_1("cg memory", 3000, 1000)
     tree.group_1("cg memory/inner", 2000, 900)
     tree.group_1("docker/1234", 1, 1)
+    tree.group_1("outside", 1, 1)
     assert available_bytes() == (1100 if own.endswith("inner") else 2000)
 
 

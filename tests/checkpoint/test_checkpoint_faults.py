@@ -180,7 +180,7 @@ def copied(path: Path, to: Path) -> Path:
 
 def test_damage_anywhere_is_named_and_changes_nothing(pair: tuple[Run, Path], tmp_path: Path) -> None:
     run, good = pair
-    rng = random.Random(0)
+    rng, before = random.Random(0), run.all()
     bad = copied(good, tmp_path / "bad")
     files = sorted(good.iterdir())
     assert {file.name.split("-")[0].split(".")[0] for file in files} == {
@@ -197,8 +197,11 @@ def test_damage_anywhere_is_named_and_changes_nothing(pair: tuple[Run, Path], tm
             (bad / file.name).unlink()
             if contents is not None:
                 (bad / file.name).write_bytes(contents)
-            refused(run, bad, file.name)
+            with pytest.raises(streamer.CheckpointError, match=file.name) as caught:
+                run.load(bad)
+            assert "\n" not in str(caught.value)
             (bad / file.name).write_bytes(data)
+    assert run.all() == before
     one, two = bad / "weights-00000.safetensors", bad / "weights-00002.safetensors"
     one.rename(bad / "x")
     two.rename(one)

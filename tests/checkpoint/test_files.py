@@ -25,7 +25,7 @@ from streamer.checkpoint.manifest import NAME, VERSION, Manifest, new_folder
 from streamer.checkpoint.tensors import DTYPES, Flushing, Piece, check_tensors, reading, write_tensors
 from streamer.checkpoint.values import decode, encode
 
-FEW = settings(max_examples=60, deadline=None, derandomize=True)
+FEW = settings(max_examples=30, deadline=None, derandomize=True)
 
 
 def bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

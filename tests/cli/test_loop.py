@@ -138,10 +138,9 @@ def test_what_a_run_leaves(config: Path, tmp_path: Path, capsys: pytest.CaptureF
     [
         ["model.args.dropout=0.1"],
         ["optimizer.name=muon"],
-        ["optimizer.name=sgd", "optimizer.args={momentum=0.9}"],
         ["optimizer.name=schedulefree:AdamWScheduleFree"],
     ],
-    ids=["dropout", "muon", "sgd", "schedulefree"],
+    ids=["dropout", "muon", "schedulefree"],
 )
 def test_a_run_resumes_to_the_bit(settings: list[str], config: Path, tmp_path: Path) -> None:
     changed = sets("stream.dtype=bfloat16", *settings)

@@ -190,10 +190,7 @@ def test_a_folder_that_is_quantized_already_is_trained_as_it_is(
             ["model.quantize=none", 'model.quantize_skip=["down"]'],
             "set model.quantize, or leave model.quantize_skip out",
         ),
-        (
-            ['model.quantize_skip=["dwn"]'],
-            "model.quantize_skip='dwn' matches the name of no linear module",
-        ),
+        (['model.quantize_skip=["dwn"]'], "model.quantize_skip='dwn' matches the name of no linear module"),
         (["model.quantize=int4"], 'model.quantize must be "none", "int8" or "nf4", not "int4"'),
         (["lora.use_dora=true"], "[lora] use_dora needs the base's values before they are read"),
         (

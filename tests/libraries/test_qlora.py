@@ -28,7 +28,8 @@ from streamer.errors import CheckpointError
 from tests import tiny_llama
 from tests.libraries.common import LIGHTNINGS_OWN
 from tests.pretrained.test_quantize import four_bits, int8, take_adapters, write_llama
-from tests.quantized import assert_equal, history, loss_of, nothing_is_packed, sgd, trained
+from tests.quantized import history, loss_of, nothing_is_packed, sgd, trained
+from tests.reference import assert_equal
 
 __all__ = ["nothing_is_packed"]
 peft = pytest.importorskip("peft", reason="peft is not installed")

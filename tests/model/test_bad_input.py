@@ -363,11 +363,7 @@ HOST_REMEDY = "use dtype=torch.bfloat16 or freeze parameters"
 @pytest.mark.parametrize(
     ("device", "host", "told"),
     [
-        (
-            2047,
-            10**5,
-            f"the device needs 2048 bytes and has 2047 bytes (1 byte too few): {BLOCK}\n{TABLE}",
-        ),
+        (2047, 10**5, f"the device needs 2048 bytes and has 2047 bytes (1 byte too few): {BLOCK}\n{TABLE}"),
         (
             1000,
             100,

@@ -141,10 +141,7 @@ NEVER = "which has no forward and is never called: "
     ("layers", "told"),
     [
         ("layers.*.mlp", f"layers='layers.*.mlp' matches no module. {KNOWN}"),
-        (
-            "blocks.*.experts",
-            f"'blocks.0.experts' is a ModuleList, {NEVER}set layers='blocks.*.experts.*', ",
-        ),
+        ("blocks.*.experts", f"'blocks.0.experts' is a ModuleList, {NEVER}set layers='blocks.*.experts.*', "),
         # no wildcard crosses a dot
         ("blocks.*.up", f"layers='blocks.*.up' matches no module. {KNOWN}"),
         (
@@ -392,12 +389,7 @@ WIDE: dict[str, tuple[Any, ...]] = {
         [ATTENTIONS, MLPS],
         ["transformer.h.*.mlp.c_fc", "transformer.h.*.mlp.c_proj", ATTENTIONS],
     ),
-    "experts": (
-        net,
-        "blocks",
-        [EXPERTS, GATES],
-        ["blocks.*.experts.*.up", "blocks.*.experts.*.down", GATES],
-    ),
+    "experts": (net, "blocks", [EXPERTS, GATES], ["blocks.*.experts.*.up", "blocks.*.experts.*.down", GATES]),
     "hugging face": (
         llama,
         "model.layers",

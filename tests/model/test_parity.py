@@ -13,6 +13,7 @@ from torch import nn
 
 import streamer
 from models.gpt2 import GPT
+from tests.models import WIDTH, Stack, numbers
 from tests.reference import (
     VOCAB,
     History,
@@ -156,3 +157,16 @@ def test_switching_to_eval_before_backward_changes_nothing_of_a_layer_that_is_ke
     match = "computed something else when it ran again in backward .wrap with activations='keep'"
     with streamed(gpt(), activations="recompute") as model, pytest.raises(RuntimeError, match=match):
         gradients(model)
+
+
+class Collecting(Stack):
+    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+        seen.append(x)
+        return super().forward(x)
+
+
+def test_a_list_among_the_arguments_is_the_callers() -> None:
+    x, seen = numbers(2, WIDTH), list[torch.Tensor]()
+    with streamed(Collecting(), layers="blocks") as model:
+        model(x, seen)
+    assert len(seen) == 1 and seen[0] is x

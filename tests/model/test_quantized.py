@@ -25,7 +25,6 @@ from tests.models import Layers
 from tests.quantized import (
     KINDS,
     LAYERS,
-    assert_equal,
     bytes_moved,
     history,
     llama,
@@ -35,7 +34,7 @@ from tests.quantized import (
     trained,
     whole_step,
 )
-from tests.reference import in_turn
+from tests.reference import assert_equal, in_turn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(register_constant|Calling register_constant|cast from)")
 

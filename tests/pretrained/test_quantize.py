@@ -33,8 +33,8 @@ from streamer.pretrained.quantize import SCHEMES, quantize_weights
 from tests.model_folders import rewritten
 from tests.on_disk import least_of
 from tests.optim.masters import MASTER, master
-from tests.quantized import assert_equal, history, sizes
-from tests.reference import in_turn
+from tests.quantized import history, sizes
+from tests.reference import assert_equal, in_turn
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 pytestmark = pytest.mark.filterwarnings(
@@ -223,12 +223,7 @@ def adapt_what_is_frozen(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "place"),
-    [
-        ("fp4", "memory"),
-        ("fp8", "memory"),
-        ("nf4, scales in 8 bits", "files"),
-        ("torchao", "files"),
-    ],
+    [("fp4", "memory"), ("fp8", "memory"), ("nf4, scales in 8 bits", "files"), ("torchao", "files")],
 )
 def test_a_folder_that_is_quantized_already(kind: str, place: str, llama: Path, tmp_path: Path) -> None:
     store, quantization = STORED[kind]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +18,7 @@ import streamer
 from streamer.engine.handle import wrapped
 from streamer.store.ledger import UNLIMITED
 from tests.on_disk import Model, copied, disks, end_of, least_budget, loss_of, small_chunks
-from tests.reference import assert_equal
+from tests.reference import assert_equal, pairwise
 
 __all__ = ["small_chunks"]
 
@@ -80,31 +78,6 @@ CHOICES: dict[str, Sequence[Any]] = {
     "num_slots": [2, 1, 4],
     "folders": [1, 2],
 }
-
-
-def covering() -> list[Case]:
-    """Cases in which every two choices that go together meet: of random ones at each turn the one with most
-    pairs that are new."""
-    draw = random.Random(0)
-
-    def a_case() -> Case:
-        while True:
-            case = Case(**{name: draw.choice(of) for name, of in CHOICES.items()})
-            if case.is_legal():
-                return case
-
-    bits: dict[tuple[Any, ...], int] = {}
-
-    def pairs(case: Case) -> int:
-        named = [(name, getattr(case, name)) for name in CHOICES]
-        return sum(1 << bits.setdefault(pair, len(bits)) for pair in itertools.combinations(named, 2))
-
-    pairs_of = {case: pairs(case) for case in (a_case() for _ in range(2000))}
-    left, cases = (1 << len(bits)) - 1, []
-    while left:
-        cases.append(max(pairs_of, key=lambda case: (pairs_of[case] & left).bit_count()))
-        left &= ~pairs_of[cases[-1]]
-    return cases
 
 
 @cache
@@ -198,7 +171,7 @@ def trained(case: Case, folder: Path | None) -> list[dict[str, Any]]:
 in_memory = cache(partial(trained, folder=None))
 
 
-@pytest.mark.parametrize("case", covering(), ids=str)
+@pytest.mark.parametrize("case", pairwise(Case, CHOICES, Case.is_legal), ids=str)
 def test_results_are_those_of_host_memory_alone(case: Case, tmp_path: Path) -> None:
     expected = in_memory(replace(case, budget="", folders=1))
     assert_equal(trained(case, tmp_path), expected)

@@ -67,18 +67,10 @@ def results(folder: Path | None, run: Callable[[nn.Module, Path | None], Any], *
 # bytes of host memory beyond the least: 0 has all weights of layers on disk too, None has no disk
 @pytest.mark.parametrize(
     ("saved_on", "loaded_on", "block", "state_dtype"),
-    [
-        (0, None, False, "int8"),
-        (None, 0, True, BF16),
-        (0, 400_000, False, FP32),
-    ],
+    [(0, None, False, "int8"), (None, 0, True, BF16), (0, 400_000, False, FP32)],
 )
 def test_saved_on_one_placement_and_loaded_on_another(
-    tmp_path: Path,
-    saved_on: int | None,
-    loaded_on: int | None,
-    block: bool,
-    state_dtype: torch.dtype | str,
+    tmp_path: Path, saved_on: int | None, loaded_on: int | None, block: bool, state_dtype: torch.dtype | str
 ) -> None:
     def placed(room: int | None) -> nn.Module:
         return wrap(None if room is None else tmp_path, room or 0)

@@ -16,14 +16,7 @@ import streamer
 from tests.engine.layer.test_micro_batches import train_in_slices
 from tests.engine.layer.test_modules import encoder
 from tests.models import WIDTH, Layer, Layers, Stack, numbers
-from tests.reference import (
-    POLICIES,
-    assert_as_plain,
-    assert_parity,
-    assert_refused,
-    streamed,
-    train_streamed,
-)
+from tests.reference import POLICIES, assert_as_plain, assert_parity, assert_refused, streamed, train_streamed
 
 TIME, BATCH = 6, 4
 TIME_FIRST, BATCH_FIRST = numbers(TIME, BATCH, WIDTH), numbers(BATCH, TIME, WIDTH)

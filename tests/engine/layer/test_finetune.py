@@ -141,8 +141,7 @@ def frozen_with_a_gradient(model: nn.Module, step: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("loss_of", "activations"),
-    [(thawing, "keep"), (freezing, "recompute"), (frozen_with_a_gradient, "keep")],
+    ("loss_of", "activations"), [(thawing, "keep"), (freezing, "recompute"), (frozen_with_a_gradient, "keep")]
 )
 def test_what_was_wrapped_trainable_is_frozen_and_unfrozen_at_will(loss_of: Any, activations: str) -> None:
     expected = train_plain(gpt(tied=True), loss_of=loss_of, steps=4)

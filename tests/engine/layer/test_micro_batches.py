@@ -306,8 +306,7 @@ MORE: list[Callable[..., Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("what", "size", "activations"),
-    in_turn(MORE, [2, 4], ["recompute", "keep", "keep", "recompute"]),
+    ("what", "size", "activations"), in_turn(MORE, [2, 4], ["recompute", "keep", "keep", "recompute"])
 )
 def test_what_is_returned_is_put_together(what: Callable[..., Any], size: int, activations: str) -> None:
     model = Layers(returning(what), numbers(TIME, WIDTH))

@@ -20,12 +20,7 @@ from streamer.engine.handle import wrapped
 from streamer.engine.schedule.op import Op, OpKind
 from streamer.engine.schedule.order import LayerUse, Phase
 from streamer.planner.machine import H200
-from tests.engine.paging.least_bytes import (
-    Cycle,
-    inference,
-    least_bytes,
-    training,
-)
+from tests.engine.paging.least_bytes import Cycle, inference, least_bytes, training
 from tests.reference import (
     LossOf,
     assert_same,
@@ -243,11 +238,7 @@ def test_slots_are_given_back_to_longer_batches() -> None:
 
 @pytest.mark.parametrize(
     ("layers", "options", "expected"),
-    [
-        (6, {}, 2),
-        (6, {"device_memory": "1GiB", "num_slots": 3}, 3),
-        (1, {"device_memory": "1GiB"}, 1),
-    ],
+    [(6, {}, 2), (6, {"device_memory": "1GiB", "num_slots": 3}, 3), (1, {"device_memory": "1GiB"}, 1)],
     ids=["no budget", "slots that the user chose", "one layer"],
 )
 def test_slots_that_stay(layers: int, options: dict[str, Any], expected: int) -> None:

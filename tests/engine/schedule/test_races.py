@@ -53,9 +53,7 @@ RUNS = [("recompute+offload", "step", 1), ("keep", "step", 2), ("recompute", "ba
 
 
 @pytest.mark.parametrize(
-    ("lanes", "run"),
-    [*in_turn([(lane,) for lane in LANES], RUNS), *((LANES, run) for run in RUNS)],
-    ids=str,
+    ("lanes", "run"), [*in_turn([(lane,) for lane in LANES], RUNS), *((LANES, run) for run in RUNS)], ids=str
 )
 def test_a_slow_lane_changes_nothing(lanes: tuple[Lane, ...], run: tuple[str, str, int]) -> None:
     activations, update, num_slots = run

@@ -148,8 +148,7 @@ LOSSES = [shuffled, layer_drop, repeated, two_forwards, two_forwards_two_backwar
 
 
 @pytest.mark.parametrize(
-    ("loss_of", "activations", "num_slots"),
-    in_turn(LOSSES, ["recompute", "keep"], [1, 2, 4]),
+    ("loss_of", "activations", "num_slots"), in_turn(LOSSES, ["recompute", "keep"], [1, 2, 4])
 )
 def test_an_unexpected_order_costs_time_only(loss_of: Any, activations: str, num_slots: int) -> None:
     actual = train_streamed(
