@@ -294,24 +294,6 @@ def test_a_layer_that_is_kept_runs_once() -> None:
     assert actual == flops(model)
 
 
-class Around(Stack):
-    """Two of its layers run in a checkpoint."""
-
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__(partial(Running, draws), width=D, head=True)
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[0](self.embed(x))
-        return self.head(checkpoint(nn.Sequential(*self.blocks[1:]), x, use_reentrant=self.use_reentrant))
-
-
-@ALL_POLICIES
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_around_layers(use_reentrant: bool, activations: str) -> None:
-    assert_as_plain(Around(use_reentrant), trained, layers="blocks", activations=activations)
-
-
 # --- buffers and attributes -----------------------------------------------------------------------------
 
 
