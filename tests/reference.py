@@ -6,7 +6,7 @@ import copy
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -28,6 +28,26 @@ def tiny_gpt(layers: int = 3, width: int = 32, **options: Any) -> GPT:
     """The same weights at every call; two heads, and 16 tokens at most."""
     torch.manual_seed(0)
     return GPT(vocab_size=VOCAB, block_size=16, n_layer=layers, n_head=2, n_embd=width, **options)
+
+
+#: Of a model of Hugging Face that is made like Llama.
+LLAMA_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+}
+
+
+def hugging_face(kind: str = "llama", **config: Any) -> Any:
+    """A language model of a kind that is made like Llama: the same weights at every call."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    made = transformers.AutoConfig.for_model(kind, **(LLAMA_SIZES | config))
+    return transformers.AutoModelForCausalLM.from_config(made)
 
 
 @dataclass
@@ -145,13 +165,17 @@ def train_streamed(
 
 
 @contextmanager
-def streamed(model: nn.Module, **options: Any) -> Iterator[nn.Module]:
-    """A deep copy of ``model``, wrapped inside the block."""
-    wrapped = streamer.wrap(copy.deepcopy(model), **({"device": "cpu"} | options))
+def unwrapping(model: Any) -> Iterator[Any]:
+    """``model`` inside the block, after which it is unwrapped."""
     try:
-        yield wrapped
+        yield model
     finally:
-        streamer.unwrap(wrapped)
+        streamer.unwrap(model)
+
+
+def streamed(model: nn.Module, **options: Any) -> AbstractContextManager[nn.Module]:
+    """A deep copy of ``model``, wrapped inside the block."""
+    return unwrapping(streamer.wrap(copy.deepcopy(model), **({"device": "cpu"} | options)))
 
 
 POLICIES = pytest.mark.parametrize("activations", ["recompute", "keep"])

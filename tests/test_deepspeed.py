@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import streamer
-from models.gpt2 import GPT
-from tests.reference import VOCAB, History, assert_same, streamed, train
+from tests.reference import History, assert_same, streamed, tiny_gpt, train
 
 ZERO_2 = {
     "train_batch_size": 32,
@@ -288,13 +287,8 @@ def test_groups_keep_their_own_lr_where_the_config_names_none() -> None:
 # training with it
 
 
-@pytest.fixture(scope="module")
-def gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(vocab_size=VOCAB, block_size=16, n_layer=2, n_head=2, n_embd=16)
-
-
-def test_training_by_a_config_is_training_by_hand(gpt: GPT, tmp_path: Path) -> None:
+def test_training_by_a_config_is_training_by_hand(tmp_path: Path) -> None:
+    gpt = tiny_gpt(layers=2, width=16)
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(ZERO_3))
     answers = TRAINER | {"lr": 1e-3, "warmup_steps": 2, "total_steps": 6, "dtype": torch.float32}

@@ -6,7 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from streamer.engine.paging import device_memory as watch
 from streamer.model.layers import find_layers
 from streamer.model.options import parse_bytes
 from streamer.store.ledger import SHARED
-from tests.reference import attached, in_turn
+from tests.reference import attached, in_turn, unwrapping
 
 
 class Net(nn.Module):
@@ -95,14 +95,9 @@ def refuses(monkeypatch: pytest.MonkeyPatch) -> Refuses:
     return check
 
 
-@contextmanager
-def wrapped(model: nn.Module | None = None, **options: Any) -> Iterator[Any]:
+def wrapped(model: nn.Module | None = None, **options: Any) -> AbstractContextManager[Any]:
     model = Net() if model is None else model
-    streamer.wrap(model, **({"layers": "blocks", "device": "cpu"} | options))
-    try:
-        yield model
-    finally:
-        streamer.unwrap(model)
+    return unwrapping(streamer.wrap(model, **({"layers": "blocks", "device": "cpu"} | options)))
 
 
 def step(model: nn.Module) -> None:

@@ -27,6 +27,7 @@ from tests.reference import (
     assert_parity,
     batch,
     gradients,
+    hugging_face,
     language_loss,
     streamed,
     tiny_gpt,
@@ -324,20 +325,7 @@ def test_pytorchs_own_encoder_layer_takes_no_short_cut_past_its_parts(
 # --- libraries ----------------------------------------------------------------------------------------
 
 
-def llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config)
-
-
+llama = partial(hugging_face, hidden_size=WIDTH, num_hidden_layers=2)
 LLAMA = ["model.layers.*.self_attn", "model.layers.*.mlp"]
 
 
@@ -389,7 +377,12 @@ WIDE: dict[str, tuple[Any, ...]] = {
         [ATTENTIONS, MLPS],
         ["transformer.h.*.mlp.c_fc", "transformer.h.*.mlp.c_proj", ATTENTIONS],
     ),
-    "experts": (net, "blocks", [EXPERTS, GATES], ["blocks.*.experts.*.up", "blocks.*.experts.*.down", GATES]),
+    "experts": (
+        partial(net, Block, (32, 64, 48)),
+        "blocks",
+        [EXPERTS, GATES],
+        ["blocks.*.experts.*.up", "blocks.*.experts.*.down", GATES],
+    ),
     "hugging face": (
         llama,
         "model.layers",
@@ -406,8 +399,10 @@ def test_the_globs_that_are_advised_fit_and_train(name: str) -> None:
     for advice in advices:
         memory = device_bytes(make(), layers=layers) - 1
         message = refusal(make(), memory, layers=layers)
-        needed = f"the device needs {memory + 1} bytes and has {memory} bytes (1 byte too few): the largest "
-        assert message.startswith(f"not enough memory for the model: {needed}layer, '{path}.")
+        needed = f"the device needs {memory + 1} bytes and has {memory} bytes (1 byte too few)"
+        sizes = {n: sum(p.nbytes for p in layer.parameters()) for n, layer in find_layers(make(), layers)}
+        largest = f"the largest layer, '{max(sizes, key=sizes.__getitem__)}', takes "
+        assert message.startswith(f"not enough memory for the model: {needed}: {largest}")
         assert f"bytes; device_memory={memory + 1} would do, or " in message
         assert advised(message) == advice
         loss_of = labelled_loss if name == "hugging face" else language_loss

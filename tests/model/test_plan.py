@@ -13,6 +13,7 @@ from streamer.cli.config import load_config
 from streamer.cli.plan.planning import plan_run
 from streamer.planner.machine import MACHINES, named_machine
 from tests.cli.test_plan_command import SMALL
+from tests.reference import unwrapping
 
 SIZES = {"vocab_size": 256, "block_size": 32, "n_layer": 5, "n_head": 2, "n_embd": 64}
 TOKENS = torch.zeros(8, 32, dtype=torch.long)
@@ -43,16 +44,13 @@ def test_on_a_cpu_it_holds_what_a_real_model_holds() -> None:
     options = {"layers": "transformer.h", "dtype": "bf16"}
     found = streamer.plan(model(), TOKENS, machine="rtx-4090", **options)
     real = GPT(**SIZES)
-    streamer.wrap(real, device="cpu", **options)
-    try:
+    with unwrapping(streamer.wrap(real, device="cpu", **options)):
         optimizer = streamer.AdamW(real.parameters())
         real(TOKENS).float().sum().backward()
         optimizer.step()
         streamer.synchronize(real)
         held = streamer.stats(real).host_bytes
         assert {name: nbytes for name, nbytes in held.items() if nbytes} == found.host_bytes
-    finally:
-        streamer.unwrap(real)
 
 
 def test_what_does_not_fit_is_told_and_how_it_reads() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +33,13 @@ from tests.quantized import (
     trained,
     whole_step,
 )
-from tests.reference import assert_equal, in_turn
+from tests.reference import assert_equal, in_turn, unwrapping
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(register_constant|Calling register_constant|cast from)")
 
 
-@contextmanager
-def streamed(model: nn.Module, **options: Any) -> Iterator[nn.Module]:
-    streamer.wrap(model, layers=LAYERS, device="cpu", **options)
-    try:
-        yield model
-    finally:
-        streamer.unwrap(model)
+def streamed(model: nn.Module, **options: Any) -> AbstractContextManager[nn.Module]:
+    return unwrapping(streamer.wrap(model, layers=LAYERS, device="cpu", **options))
 
 
 @pytest.fixture(scope="module")

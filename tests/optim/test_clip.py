@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,22 +13,16 @@ import torch
 from torch import nn
 
 import streamer
-from models.gpt2 import GPT
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.handle import wrapped
-from tests.reference import VOCAB, assert_trains_alike, language_loss, streamed
+from tests.reference import assert_trains_alike, language_loss, streamed, tiny_gpt
 
 Clip = Callable[..., torch.Tensor]
 
 
-@cache
-def gpt() -> GPT:
-    torch.manual_seed(0)
-    # biases of 60, 20 and 80 elements leave padding between parameters, and 8-bit blocks that are not full
-    return GPT(vocab_size=VOCAB, block_size=16, n_layer=3, n_head=2, n_embd=20)
-
-
+#: Biases of 60, 20 and 80 elements leave padding between parameters, and 8-bit blocks that are not full.
+gpt = partial(tiny_gpt, width=20)
 #: With this eps the size of a gradient matters to Adam.
 CALM = {"lr": 1e-2, "eps": 1.0, "tolerance": 1e-6}
 LAYERS = {"layers": "transformer.h"}
@@ -151,7 +145,7 @@ def test_a_norm_that_is_no_number_leaves_no_gradient_that_is_one() -> None:
         optimizer.step()
         return {name: weight.isnan() for name, weight in model.state_dict().items()}
 
-    plain = copy.deepcopy(gpt())
+    plain = gpt()
     expected = step(plain, lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     assert all(spoilt.all() for spoilt in expected.values())
     with streamed(gpt(), layers="transformer.h") as model:
@@ -164,7 +158,7 @@ def test_a_norm_that_is_no_number_leaves_no_gradient_that_is_one() -> None:
 def test_what_is_added_after_clipping_is_looked_at_too(max_norm: float, bad: float) -> None:
     """Also where layers alone are trained, so that the root's gradients say nothing, and where their norm was
     below the limit, so that no coefficient is still to be applied."""
-    model = copy.deepcopy(gpt()).requires_grad_(False)
+    model = gpt().requires_grad_(False)
     model.transformer.h.requires_grad_(True)
     with streamed(model, layers="transformer.h") as mine:
         optimizer = streamer.AdamW(mine.parameters())

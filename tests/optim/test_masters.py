@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import streamer
+from tests.reference import streamed
 
 SHORT = [torch.bfloat16, torch.float16]
 WIDTH, STEPS = 16, 8
@@ -56,13 +57,8 @@ Exact = dict[str, torch.Tensor]
 Write = Callable[[nn.Module], None]
 
 
-@contextmanager
-def wrapped(dtype: torch.dtype, **options: Any) -> Iterator[nn.Module]:
-    model = streamer.wrap(tiny_model(), layers="layers", device="cpu", dtype=dtype, num_slots=2, **options)
-    try:
-        yield model
-    finally:
-        streamer.unwrap(model)
+def wrapped(dtype: torch.dtype, **options: Any) -> AbstractContextManager[nn.Module]:
+    return streamed(tiny_model(), layers="layers", dtype=dtype, num_slots=2, **options)
 
 
 def masters_after(

@@ -34,7 +34,7 @@ from tests.model_folders import rewritten
 from tests.on_disk import least_of
 from tests.optim.masters import MASTER, master
 from tests.quantized import history, sizes
-from tests.reference import assert_equal, in_turn
+from tests.reference import assert_equal, hugging_face, in_turn
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 pytestmark = pytest.mark.filterwarnings(
@@ -59,8 +59,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_llama(folder: Path, *, layers: int) -> Path:
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**sizes(128, layers))).to(BF16).save_pretrained(folder)
+    hugging_face(**sizes(128, layers)).to(BF16).save_pretrained(folder)
     return folder
 
 

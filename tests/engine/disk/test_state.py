@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import streamer
 from streamer.engine.handle import wrapped
 from streamer.store.ledger import UNLIMITED
 from tests.on_disk import Model, copied, disks, end_of, least_budget, loss_of, small_chunks
-from tests.reference import assert_equal, pairwise
+from tests.reference import assert_equal, pairwise, streamed
 
 __all__ = ["small_chunks"]
 
@@ -93,19 +93,16 @@ def budgets(update: str, dtype: torch.dtype, tied: bool, frozen: bool) -> tuple[
     return least, most
 
 
-@contextmanager
-def wrapped_as(case: Case, folder: Path | None) -> Iterator[nn.Module]:
+def wrapped_as(case: Case, folder: Path | None) -> AbstractContextManager[nn.Module]:
     """The case's model, with state on disk in ``folder`` or all of it in host memory."""
     options: dict[str, Any] = {}
     if folder is not None:
         least, most = budgets(case.update, case.dtypes[0], case.tied, case.frozen)
         given = {"": None, "some": (least + most) // 2, "least": least}[case.budget]
         options = {"host_memory": given, "disk": disks(folder, case.folders)}
-    model = Model(tied=case.tied, frozen=case.frozen)
-    streamer.wrap(
-        model,
+    return streamed(
+        Model(tied=case.tied, frozen=case.frozen),
         layers="layers",
-        device="cpu",
         dtype=case.dtypes[0],
         update=case.update,
         grad_dtype=case.grad_dtype,
@@ -114,10 +111,6 @@ def wrapped_as(case: Case, folder: Path | None) -> Iterator[nn.Module]:
         micro_batch_size=case.micro_batch_size,
         **options,
     )
-    try:
-        yield model
-    finally:
-        streamer.unwrap(model)
 
 
 def adamw(case: Case, model: nn.Module) -> streamer.AdamW:

@@ -29,7 +29,7 @@ from streamer.errors import DiskError
 from streamer.store.on_disk import RING
 from streamer.store.weights_on_disk import WEIGHT_BUFFERS
 from tests.on_disk import Model, a_step, adamw, copied, disks, end_of, least_budget, loss_of, small_chunks
-from tests.reference import assert_equal
+from tests.reference import assert_equal, unwrapping
 
 __all__ = ["small_chunks"]
 
@@ -54,11 +54,8 @@ def wrap(folder: Path | None, room: int = 0, model: nn.Module | None = None, **o
 
 
 def results(folder: Path | None, run: Callable[[nn.Module, Path | None], Any], **options: Any) -> Any:
-    model = wrap(folder, **options)
-    try:
+    with unwrapping(wrap(folder, **options)) as model:
         return run(model, folder)
-    finally:
-        streamer.unwrap(model)
 
 
 # checkpoints

@@ -29,10 +29,7 @@ from tests.reference import (
 )
 
 LAYERS = 4
-
-
-def gpt(*, tied: bool = False) -> GPT:
-    return tiny_gpt(LAYERS, 16, dropout=0.1, tied=tied)
+gpt = partial(tiny_gpt, LAYERS, 16, dropout=0.1, tied=False)
 
 
 def trained(*names: str, inverted: bool = False) -> GPT:

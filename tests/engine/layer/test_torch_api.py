@@ -32,6 +32,7 @@ from tests.reference import (
     streamed,
     train_plain,
     train_streamed,
+    unwrapping,
 )
 
 D = 8
@@ -304,8 +305,7 @@ def test_a_deep_copy_is_a_plain_model_with_the_exact_weights(dtype: torch.dtype)
     model = Tied()
     plain = copy.deepcopy(model)
     before = {name: sorted(vars(module)) for name, module in plain.named_modules()}
-    streamer.wrap(model, layers="blocks", device="cpu", dtype=dtype)
-    try:
+    with unwrapping(streamer.wrap(model, layers="blocks", device="cpu", dtype=dtype)):
         optimizer = streamer.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
         loss(model, inputs().to(dtype)).backward()
         optimizer.step()
@@ -318,8 +318,6 @@ def test_a_deep_copy_is_a_plain_model_with_the_exact_weights(dtype: torch.dtype)
         assert all(torch.equal(v, values[n]) for n, v in duplicate.state_dict().items()), "it is apart"
         last = copy.deepcopy(model)
         loss(model, inputs().to(dtype)).backward()  # the wrapped one still works
-    finally:
-        streamer.unwrap(model)
     assert all(torch.equal(v, model.state_dict()[n]) for n, v in last.state_dict().items())
     assert all(torch.equal(v, values[f"blocks.0.{n}"]) for n, v in part.state_dict().items())
     for each in (duplicate, inside["model"]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -20,11 +20,8 @@ from tests.reference import LossOf, gradients, language_loss, streamed, tiny_gpt
 
 IN_A_LAYER = "transformer.h.1.mlp.c_fc.weight"
 NO_LIMIT = float("inf")
-
-
-def gpt() -> nn.Module:
-    # tied, the two uses of one weight are added before they reach its gradient, in a dtype that varies
-    return tiny_gpt(width=20, tied=False)
+#: Tied, the two uses of one weight are added before they reach its gradient, in a dtype that varies.
+gpt = partial(tiny_gpt, width=20, tied=False)
 
 
 def in_bf16(**options: Any) -> AbstractContextManager[nn.Module]:

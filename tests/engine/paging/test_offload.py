@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -34,10 +34,7 @@ from tests.reference import (
 
 LAYERS = 5
 OFFLOAD = {"activations": "recompute+offload"}
-
-
-def gpt() -> nn.Module:
-    return tiny_gpt(LAYERS, dropout=0.1)
+gpt = partial(tiny_gpt, LAYERS, dropout=0.1)
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,12 +13,9 @@ import torch
 from torch import nn
 
 import streamer
-from models.gpt2 import GPT
 from tests.reference import History, assert_parity, assert_same, language_loss, streamed, tiny_gpt, train
 
-
-def gpt() -> GPT:
-    return tiny_gpt(4, width=20, dropout=0.1)
+gpt = partial(tiny_gpt, 4, width=20, dropout=0.1)
 
 
 def in_backward(**options: Any) -> AbstractContextManager[nn.Module]:
