@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import streamer
-from streamer.backends.direct_io import System
+from streamer.backends.direct_io import ScratchFile, System
 from streamer.backends.disk import Disks, Scratch
 from streamer.engine.handle import wrapped
 from streamer.store import on_disk
@@ -32,6 +32,21 @@ CHUNK = 1 << 14
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """For all tests of a file that imports it."""
     monkeypatch.setattr(on_disk, "CHUNK_ELEMENTS", CHUNK)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """On a file system with direct I/O, where the temporary files are or in the repository."""
+    why_not = []
+    for parent in (None, Path(__file__).parents[1]):
+        with tempfile.TemporaryDirectory(dir=parent) as name:
+            file = ScratchFile(name, system=System())
+            file.close()
+            if not file.why_not:
+                yield Path(name)
+                return
+            why_not.append(f"{file}: {file.why_not}")
+    pytest.skip("; ".join(why_not))
 
 
 class Layer(nn.Module):

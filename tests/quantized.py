@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import streamer
 from streamer.backends.base import Lane
 from streamer.engine.handle import home_of, wrapped
 from tests.optim.masters import SGDOnMasters
+from tests.reference import hugging_face
 
 #: Kinds by the library that makes them.
 TORCHAO = ("torchao int8", "torchao float8", "torchao nf4")
@@ -114,8 +115,7 @@ def sizes(width: int, layers: int) -> dict[str, Any]:
 
 def llama(kind: str | None, *, layers: int = 3, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     """In training mode, with dropout; only the adapters are trained."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**sizes(64, layers))).to(dtype)
+    model: LlamaForCausalLM = hugging_face(**sizes(64, layers)).to(dtype)
     for layer in model.model.layers:
         for name, linear in [*linears(layer)]:
             owner = layer.get_submodule(name.rpartition(".")[0])
@@ -160,12 +160,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
-
-
-def assert_equal(actual: list[Any], expected: list[Any]) -> None:
-    assert len(actual) == len(expected)
-    for one, other in zip(actual, expected, strict=True):
-        assert one == other if isinstance(one, float) else torch.equal(one, other)
 
 
 def logits(model: nn.Module) -> torch.Tensor:

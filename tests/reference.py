@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -20,12 +21,33 @@ from models.gpt2 import GPT
 from streamer.backends.base import Lane
 
 VOCAB = 64
+Case = TypeVar("Case")
 
 
 def tiny_gpt(layers: int = 3, width: int = 32, **options: Any) -> GPT:
     """The same weights at every call; two heads, and 16 tokens at most."""
     torch.manual_seed(0)
     return GPT(vocab_size=VOCAB, block_size=16, n_layer=layers, n_head=2, n_embd=width, **options)
+
+
+#: Of a model of Hugging Face that is made like Llama.
+LLAMA_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+}
+
+
+def hugging_face(kind: str = "llama", **config: Any) -> Any:
+    """A language model of a kind that is made like Llama: the same weights at every call."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    made = transformers.AutoConfig.for_model(kind, **(LLAMA_SIZES | config))
+    return transformers.AutoModelForCausalLM.from_config(made)
 
 
 @dataclass
@@ -143,13 +165,17 @@ def train_streamed(
 
 
 @contextmanager
-def streamed(model: nn.Module, **options: Any) -> Iterator[nn.Module]:
-    """A deep copy of ``model``, wrapped inside the block."""
-    wrapped = streamer.wrap(copy.deepcopy(model), **({"device": "cpu"} | options))
+def unwrapping(model: Any) -> Iterator[Any]:
+    """``model`` inside the block, after which it is unwrapped."""
     try:
-        yield wrapped
+        yield model
     finally:
-        streamer.unwrap(wrapped)
+        streamer.unwrap(model)
+
+
+def streamed(model: nn.Module, **options: Any) -> AbstractContextManager[nn.Module]:
+    """A deep copy of ``model``, wrapped inside the block."""
+    return unwrapping(streamer.wrap(copy.deepcopy(model), **({"device": "cpu"} | options)))
 
 
 POLICIES = pytest.mark.parametrize("activations", ["recompute", "keep"])
@@ -159,6 +185,27 @@ def in_turn(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
     """As many combinations as the longest of ``choices`` is long, in which the others take turns."""
     lists = [list(each) for each in choices]
     return [tuple(each[number % len(each)] for each in lists) for number in range(max(map(len, lists)))]
+
+
+def pairwise(
+    make: Callable[..., Case], axes: Mapping[str, Sequence[Any]], is_possible: Callable[[Case], bool]
+) -> list[Case]:
+    """Possible cases, always the same, so that every two values that can meet do so in one of them: of random
+    cases at each turn the one with most pairs that are new."""
+    draw = random.Random(0)
+    numbers: dict[tuple[Any, ...], int] = {}
+    pairs: dict[Case, int] = {}
+    for _ in range(3000):
+        values = {name: draw.choice(of) for name, of in axes.items()}
+        case = make(**values)
+        if is_possible(case):
+            met = itertools.combinations(values.items(), 2)
+            pairs[case] = sum(1 << numbers.setdefault(pair, len(numbers)) for pair in met)
+    left, chosen = (1 << len(numbers)) - 1, list[Case]()
+    while left:
+        chosen.append(max(pairs, key=lambda case: (pairs[case] & left).bit_count()))
+        left &= ~pairs[chosen[-1]]
+    return chosen
 
 
 def flat(value: Any, path: str = "") -> dict[str, torch.Tensor]:
@@ -181,12 +228,7 @@ def assert_equal(actual: Any, expected: Any, *, rtol: float = 0.0, atol: float =
 
 
 def assert_as_plain(
-    model: nn.Module,
-    use: Callable[[nn.Module], Any],
-    *,
-    rtol: float = 0.0,
-    atol: float = 0.0,
-    **options: Any,
+    model: nn.Module, use: Callable[[nn.Module], Any], *, rtol: float = 0.0, atol: float = 0.0, **options: Any
 ) -> None:
     """``use`` returns the same for a deep copy of ``model``, wrapped with ``options``, and for ``model``."""
     # the wrapped one first: TorchScript runs other code when it has run before

@@ -97,18 +97,9 @@ def test_two_ranks_run(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     write_files(tmp_path)
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLES / "two_ranks.py"), "DIR"]
-    environment = os.environ | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(HOME),
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(HOME), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *command],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
+        [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     assert len(losses(done.stdout)) == 4

@@ -252,22 +252,6 @@ def test_checker_finds_a_climbing_import(tmp_path: Path, text: str) -> None:
     assert climbing(graph) == ["streamer.store.host imports streamer.engine.op"]
 
 
-def test_checker_finds_an_import_of_the_roof(tmp_path: Path) -> None:
-    graph = made_up(tmp_path, GROUND | {"streamer/store/host.py": "import streamer\n"})
-    assert climbing(graph) == ["streamer.store.host imports streamer"]
-
-
-def test_checker_finds_a_circle(tmp_path: Path) -> None:
-    graph = made_up(tmp_path, GROUND | {"streamer/engine/op.py": "from .hazards import Hazards\n"})
-    assert climbing(graph) == []
-    assert circle(graph) == ["streamer.engine.op", "streamer.engine.hazards", "streamer.engine.op"]
-
-
-def test_checker_finds_a_stranger(tmp_path: Path) -> None:
-    graph = made_up(tmp_path, GROUND | {"streamer/store/host.py": "import scipy.linalg\n"})
-    assert foreign(graph) == {"torch", "scipy"}
-
-
 def test_every_note_is_in_the_list_of_notes() -> None:
     table = (HOME / "CONTRIBUTING.md").read_text().partition("| note |")[2].partition("\n\n")[0]
     files = [*(HOME / "streamer").rglob("*.py"), *(HOME / "streamer_native").rglob("*.py")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -12,12 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-)
+from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
 
 import streamer
 from models.gpt2 import GPT
@@ -26,8 +20,9 @@ from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.cli.loop import loss_function
 from streamer.integrations import causal_lm
-from tests.libraries.test_huggingface import SIZES, gpt2, llama
+from tests.libraries.test_huggingface import gpt2, llama
 from tests.reference import (
+    LLAMA_SIZES,
     VOCAB,
     assert_equal,
     assert_parity,
@@ -42,10 +37,6 @@ from tests.reference import (
 
 
 @cache
-def gpt() -> GPT:
-    return tiny_gpt()
-
-
 def of_gpt(model: nn.Module, step: int, *, reduction: str = "mean") -> torch.Tensor:
     tokens = batch(step)
     loss: torch.Tensor = model(
@@ -69,8 +60,8 @@ def test_a_streamed_model_with_a_tied_head(reduction: str, delayed: Lane | None)
     backend = ThreadBackend(delays={} if delayed is None else {delayed: lambda: 0.003}, poison=True)
     loss_of = partial(of_gpt, reduction=reduction)
     assert_parity(
-        train_streamed(gpt(), steps=4, loss_of=loss_of, backend=backend),
-        train_plain(gpt(), steps=4, loss_of=loss_of),
+        train_streamed(tiny_gpt(), steps=4, loss_of=loss_of, backend=backend),
+        train_plain(tiny_gpt(), steps=4, loss_of=loss_of),
     )
 
 
@@ -79,14 +70,14 @@ def test_a_streamed_model_with_a_tied_head(reduction: str, delayed: Lane | None)
 )
 def test_other_ways_to_stream(options: dict[str, Any], tolerance: float) -> None:
     """Against the loss of all logits."""
-    run = partial(train_streamed, gpt(), steps=4, clip=False, **options)
+    run = partial(train_streamed, tiny_gpt(), steps=4, clip=False, **options)
     torch.testing.assert_close(run(loss_of=of_gpt).losses, run().losses, rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "transformer.h.1.mlp.c_proj.weight"])
 def test_the_weight_is_that_of_the_last_update_though_nothing_was_called(name: str) -> None:
     backend = ThreadBackend(delays={Lane.HOST: lambda: 0.005, Lane.H2D: lambda: 0.005})
-    with streamed(gpt(), layers="transformer.h", backend=backend) as model:
+    with streamed(tiny_gpt(), layers="transformer.h", backend=backend) as model:
         optimizer = streamer.AdamW(model.parameters(), lr=0.1)
         weight = model.get_parameter(name)
         hidden, targets = torch.randn(4, weight.shape[1]), torch.arange(4)
@@ -126,7 +117,7 @@ def test_a_head_that_was_frozen_when_wrapped_is_refused() -> None:
 
 def small(kind: Any, config: Any, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    return kind(config(**(SIZES | {"hidden_size": 16, "num_hidden_layers": 1} | options)))
+    return kind(config(**(LLAMA_SIZES | {"hidden_size": 16, "num_hidden_layers": 1} | options)))
 
 
 class OnlyLogits(nn.Module):
@@ -149,7 +140,7 @@ def loss_and_gradients(model: nn.Module, loss: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     ("make", "is_chunked"),
     [
-        (lambda: copy.deepcopy(gpt()), True),
+        (tiny_gpt, True),
         (llama, True),
         (lambda: gpt2().eval(), True),
         (partial(small, Gemma2ForCausalLM, Gemma2Config, final_logit_softcapping=0.05), True),

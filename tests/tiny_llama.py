@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.reference import hugging_face
 
 CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
@@ -34,10 +36,8 @@ def write(folder: Path, *, dtype: torch.dtype = torch.float32, **config: Any) ->
     """Write the folder; the model in it."""
     words = tokenizer()
     words.save_pretrained(folder)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForCausalLM(
-        LlamaConfig(**{"vocab_size": len(words), "max_position_embeddings": 64, **sizes, **config})
-    ).to(dtype)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": len(words)}
+    model: LlamaForCausalLM = hugging_face(**(sizes | config)).to(dtype)
     model.save_pretrained(folder)
     return model

@@ -53,12 +53,3 @@ def test_after_an_error_nobody_waits() -> None:
     with pytest.raises(OSError, match="full"):
         reading.result(10)
     assert reading.is_awaited
-
-
-def test_begun_work_cannot_be_cancelled() -> None:
-    go_on = threading.Event()
-    done = in_background(go_on.wait, "streamer-test")
-    cancelled = done.cancel()
-    go_on.set()
-    assert not cancelled
-    done.result(10)

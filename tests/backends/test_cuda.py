@@ -135,15 +135,7 @@ class SlowLane(CudaBackend):
 
 @pytest.mark.cuda_values
 @pytest.mark.parametrize(
-    ("activations", "num_slots"),
-    [
-        ("recompute", 1),
-        ("recompute", 4),
-        ("recompute+offload", 2),
-        ("recompute+offload", 3),
-        ("keep", 1),
-        ("keep", 2),
-    ],
+    ("activations", "num_slots"), [("recompute", 1), ("recompute+offload", 3), ("keep", 2)]
 )
 def test_training_in_fp32_equals_plain_pytorch(activations: str, num_slots: int) -> None:
     assert max(plain().norms) > 0.5, "clipping must have something to do"
@@ -271,12 +263,11 @@ Copy = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     "copy_of",
     [
         lambda tensor, _: tensor.to("cuda", non_blocking=True),
-        lambda tensor, _: tensor.to("cuda", torch.float32, True),
         lambda tensor, _: tensor.cuda(non_blocking=True),
         lambda tensor, device: device.copy_(tensor, non_blocking=True),
         lambda tensor, device: torch._foreach_copy_([device], [tensor], True)[0],
     ],
-    ids=["to", "to, by position", "cuda", "copy_", "foreach"],
+    ids=["to", "cuda", "copy_", "foreach"],
 )
 @pytest.mark.parametrize("attribute", ["", "grad"])
 def test_what_is_copied_to_the_gpu_may_be_written_at_once(copy_of: Copy, attribute: str) -> None:
@@ -404,20 +395,6 @@ def test_gradients_are_in_host_memory_when_backward_ends() -> None:
             assert param.grad.device.type == ("cpu" if ".h." in name else "cuda"), name
 
 
-@pytest.mark.cuda_values
-def test_a_state_dict_taken_while_updates_run_is_on_the_cpu_and_new() -> None:
-    with streamed(gpt(layers=3, width=512), device="cuda") as model:
-        optimizer = streamer.AdamW(model.parameters(), lr=0.1)
-        loss_of(model, 0).backward()
-        optimizer.step()
-        state = {name: value.clone() for name, value in model.state_dict().items()}
-        assert {value.device.type for value in state.values()} == {"cpu"}
-        streamer.synchronize(model)
-        for name, param in model.named_parameters():
-            assert torch.equal(param.cpu(), state[name]), name
-            assert not torch.equal(state[name], gpt(layers=3, width=512).state_dict()[name]), name
-
-
 # What was when
 
 
@@ -538,18 +515,6 @@ def test_copies_keep_their_order_whoever_enqueues_them() -> None:
     finally:
         release.set()
         backend.close()
-
-
-@pytest.mark.cuda_api
-def test_host_buffers_are_pinned_and_unpinned() -> None:
-    backend = CudaBackend(torch.device("cuda"))
-    try:
-        block = backend.host_buffer(3_000_001)
-        assert block.is_pinned()
-    finally:
-        backend.close()
-    backend.close()
-    assert not block.is_pinned()
 
 
 CHILD = """

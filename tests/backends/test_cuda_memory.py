@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import psutil
 import pytest
@@ -23,7 +22,7 @@ from streamer.planner.machine import H200, gpu_properties
 from streamer.planner.step import workspace_bytes
 from streamer.torch_private import allocator_settings, set_allocator
 from tests.backends.test_cuda import allocated, loss_of
-from tests.reference import VOCAB, batch, gradients
+from tests.reference import VOCAB, batch, gradients, unwrapping
 
 LAYERS = {"layers": "transformer.h", "device": "cuda"}
 MIB = 1 << 20
@@ -34,14 +33,9 @@ def shape(layers: int = 4, width: int = 128) -> GPT:
         return GPT(vocab_size=VOCAB, block_size=16, n_layer=layers, n_head=2, n_embd=width)
 
 
-@contextmanager
-def built(layers: int = 4, width: int = 128, **options: object) -> Iterator[GPT]:
+def built(layers: int = 4, width: int = 128, **options: object) -> AbstractContextManager[GPT]:
     model = shape(layers, width)
-    streamer.wrap(model, init=model.init_weights, **(LAYERS | options))
-    try:
-        yield model
-    finally:
-        streamer.unwrap(model)
+    return unwrapping(streamer.wrap(model, init=model.init_weights, **(LAYERS | options)))
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:

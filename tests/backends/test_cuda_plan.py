@@ -27,6 +27,7 @@ from streamer.engine.handle import wrapped
 from streamer.engine.paging.norms import Norms
 from streamer.planner.machine import H200, RTX_4090, Machine, gpu_properties
 from streamer.planner.step import plan_step
+from tests.reference import hugging_face
 
 pytestmark = pytest.mark.cuda_api
 
@@ -54,17 +55,9 @@ class Setting:
         if self.kind != "llama":
             sizes = {"n_layer": LAYERS, "n_head": 8, "n_embd": WIDTH, "bias": self.kind == "gpt"}
             return GPT(vocab_size=self.vocab_size, block_size=time, **sizes), "transformer.h"
-        transformers = pytest.importorskip("transformers", reason="the Llama is transformers'")
-        config = transformers.LlamaConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=WIDTH,
-            intermediate_size=3 * WIDTH,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=8,
-            num_key_value_heads=2,
-            max_position_embeddings=time,
-        )
-        return transformers.LlamaForCausalLM(config), "model.layers"
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "num_hidden_layers": LAYERS}
+        sizes |= {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": time}
+        return hugging_face(vocab_size=self.vocab_size, **sizes), "model.layers"
 
     def begin(self, backend: Backend) -> tuple[Executor, Callable[[], None]]:
         """The model, wrapped, and a step of it."""

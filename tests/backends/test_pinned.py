@@ -53,19 +53,6 @@ def blocks() -> PinnedBlocks:
     return PinnedBlocks(torch.device("cpu"))
 
 
-@pytest.mark.parametrize("nbytes", [1, 4096, 3 * MIB + 1])
-def test_a_block_is_zeroed_and_registered_in_its_exact_size(cudart: Cudart, nbytes: int) -> None:
-    pinned = blocks()
-    block = pinned.allocate(nbytes)
-    assert (block.shape, block.dtype, block.device.type) == ((nbytes,), torch.uint8, "cpu")
-    assert block.untyped_storage().nbytes() == nbytes
-    assert not block.any()
-    assert cudart.registered == {block.data_ptr(): nbytes}
-    block.fill_(7)
-    assert int(block.sum(dtype=torch.int64)) == 7 * nbytes
-    pinned.close()
-
-
 def test_a_block_takes_no_more_memory_than_its_size(cudart: Cudart) -> None:
     # a power of two and a bit, which PyTorch's pinned allocator would double
     nbytes = 256 * MIB + 64

@@ -3,36 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench import depth
-from bench.depth import Block, depth_figures, line_through
-
-
-def test_a_straight_line() -> None:
-    assert line_through([4, 8, 16], [9.0, 17.0, 33.0]) == {
-        "slope": 2.0,
-        "intercept": 1.0,
-        "r_squared": 1.0,
-        "largest_relative_residual": 0.0,
-    }
-
-
-def test_figures_of_a_depth() -> None:
-    block = Block(seconds=1.0, owned={"weight slots": 60, "root weights": 40}, peak=140)
-    blocks = [replace(block, seconds=seconds, peak=peak) for seconds, peak in ((1, 140), (2, 160), (3, 150))]
-    assert depth_figures(4, blocks) == {
-        "n_layer": 4,
-        "seconds_per_step": {"lower_quartile": 1.0, "median": 2.0, "upper_quartile": 3.0},
-        "seconds_per_layer": 0.5,
-        "owned_bytes": {"weight slots": 60, "root weights": 40},
-        "owned_bytes_total": 100,
-        "peak_bytes": 160,
-        "beyond_owned_bytes_per_layer": 15.0,
-    }
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda_api)])

@@ -93,12 +93,10 @@ def report(**changes: Any) -> dict[str, Any]:
     [
         ({}, None),
         ({"validation_loss": [5.0, 5.0]}, "the validation loss did not fall: 5.000, then 5.000"),
-        ({"validation_loss": [5.0, float("nan")]}, "the validation loss did not fall: 5.000, then nan"),
         ({"host_bytes_peak": 101}, "101 bytes of host memory were taken, not 100"),
         ({"device_bytes_reserved_peak": 11}, "11 bytes of the device were taken, not 10"),
         ({"device_bytes_reserved_peak": None, "device_bytes_peak": 12}, "12 bytes of the device were taken"),
         ({"device_allocations_after_second_step": 2}, "2 allocations after the second step"),
-        ({"device_allocations_after_second_step": None}, None),
     ],
 )
 def test_failures(changes: dict[str, Any], failure: str | None) -> None:

@@ -15,6 +15,7 @@ from bench.no_values import go_on_without_values, has_values
 from streamer.engine.layer import batch_check
 from streamer.engine.paging.norms import Norms
 from streamer.optim import adamw
+from tests.reference import unwrapping
 
 
 @pytest.fixture
@@ -47,16 +48,13 @@ def train(*, gradient: float = 1.0) -> tuple[nn.Module, float]:
     """A step; what it made of a weight's mean."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*(Moody() for _ in range(3))))
-    streamer.wrap(model, layers="1", device="cpu", host_threads=1)
-    try:
+    with unwrapping(streamer.wrap(model, layers="1", device="cpu", host_threads=1)):
         optimizer = streamer.AdamW(model.parameters(), lr=0.1)
         before = model[1][0].linear.bias.detach().clone()
         (model(torch.ones(4, 8)).sum() * gradient).backward()
         optimizer.step()
         moved = float((model[1][0].linear.bias.detach() - before).abs().mean())
         return model, moved
-    finally:
-        streamer.unwrap(model)
 
 
 @pytest.mark.usefixtures("without_values")

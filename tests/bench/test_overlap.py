@@ -23,16 +23,12 @@ from bench.by_layer import (
     Placed,
     place,
     rows,
-    step_seconds,
     totals,
 )
-from streamer.backends.base import Backend, Lane, Span
+from streamer.backends.base import Backend, Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.backends.virtual import VirtualBackend
 from streamer.engine.handle import wrapped
-from streamer.engine.schedule import op as ops
-from streamer.engine.schedule.op import Op
-from streamer.engine.schedule.trace import Record
 from streamer.planner.machine import Machine
 
 #: Powers of two, so that every second is exact.
@@ -199,25 +195,6 @@ def test_rows_add_up_to_the_totals_and_to_the_trace(update: str, num_slots: int,
         for lane in Lane:
             added = math.fsum(row[key][lane.value] for row in of_all) * steps
             assert added == (of_lane[lane] if virtual else pytest.approx(of_lane[lane]))
-
-
-def test_a_step_begins_when_compute_gets_to_it() -> None:
-    """So that what its first op waits for is its own."""
-    issued = [ops.root_forward(), ops.root_forward(), ops.root_forward()]
-    spans = [Span(1, 2, 3), Span(10, 15, 16), Span(30, 31, 32)]
-    placed = place([Record(op, span, ()) for op, span in zip(issued, spans, strict=True)])
-    assert step_seconds(placed, range(2)) == [9, 20]
-
-
-def test_a_copy_without_a_visit_is_unused() -> None:
-    def ran(op: Op, start: float) -> Record:
-        return Record(op, Span(start, start, start + 1), ())
-
-    issued = [ops.root_forward(), ops.unshard(0, 0, 8), ops.unshard(1, 0, 8), ops.unshard(0, 0, 8)]
-    issued += [ops.forward(0, 0), ops.root_forward(), ops.backward(0, 0, None)]
-    placed = place([ran(op, start) for start, op in enumerate(issued)])
-    assert [one.step for one in placed] == [0, 0, 0, 0, 0, 1, 1]
-    assert [one.purpose for one in placed] == [None, UNUSED, UNUSED, FOR_FORWARD, None, None, None]
 
 
 def run_main(folder: Path, *arguments: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from bench import report
 from bench.model_sizes import MODELS
 from bench.will_it_work import command_of, options_of, rows_shown
 from streamer.cli.main import main
+from streamer.cli.plan import command
 
 
 def test_the_pages_are_what_the_json_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,6 +65,8 @@ def test_the_command_of_a_row_prints_its_figures(tmp_path: Path, capsys: pytest.
     words = command_of(str(tmp_path), options_of(way, machine, limit, plan), plan, of_machine["device_bytes"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        # without the plans of other batches, and of what would be faster
+        patch.setattr(command, "plan_json", lambda config, plan_of: command.figures(plan_of(config)))
         assert main([*words, "--json"]) == 0
     found = capsys.readouterr().out
     assert f"{plan['device_needed']}" in found and f"{plan['host_needed']}" in found

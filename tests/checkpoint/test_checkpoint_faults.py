@@ -180,7 +180,7 @@ def copied(path: Path, to: Path) -> Path:
 
 def test_damage_anywhere_is_named_and_changes_nothing(pair: tuple[Run, Path], tmp_path: Path) -> None:
     run, good = pair
-    rng = random.Random(0)
+    rng, before = random.Random(0), run.all()
     bad = copied(good, tmp_path / "bad")
     files = sorted(good.iterdir())
     assert {file.name.split("-")[0].split(".")[0] for file in files} == {
@@ -197,8 +197,11 @@ def test_damage_anywhere_is_named_and_changes_nothing(pair: tuple[Run, Path], tm
             (bad / file.name).unlink()
             if contents is not None:
                 (bad / file.name).write_bytes(contents)
-            refused(run, bad, file.name)
+            with pytest.raises(streamer.CheckpointError, match=file.name) as caught:
+                run.load(bad)
+            assert "\n" not in str(caught.value)
             (bad / file.name).write_bytes(data)
+    assert run.all() == before
     one, two = bad / "weights-00000.safetensors", bad / "weights-00002.safetensors"
     one.rename(bad / "x")
     two.rename(one)
@@ -284,9 +287,7 @@ def test_gradients_of_layers_have_no_place_where_updates_run_in_backward(
 BF16 = {"dtype": torch.bfloat16}
 
 
-@pytest.mark.parametrize(
-    "options", [{}, BF16, BF16 | {"grad_dtype": None}, {"dtype": torch.float16}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, BF16, BF16 | {"grad_dtype": None}], ids=str)
 def test_between_backwards_and_between_clipping_and_step(
     runs: Any, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -314,20 +315,6 @@ def test_between_backwards_and_between_clipping_and_step(
             go(run, range(moment, 4))
             run.train(20)
         assert second.all() == first.all(), moment
-
-
-@pytest.mark.parametrize(
-    "make", [lambda p: torch.optim.AdamW(p, 1e-2), lambda p: torch.optim.SGD(p, 0.1, 0.9)]
-)
-def test_other_optimizers_go_on(runs: Any, tmp_path: Path, make: Any) -> None:
-    first, second = runs(make=make), runs(make=make, seed=4)
-    first.train(0, 1)
-    first.save(tmp_path / "a")
-    second.train(5)
-    second.load(tmp_path / "a")
-    for run in (first, second):
-        run.train(2, 3)
-    assert second.all() == first.all()
 
 
 @pytest.mark.parametrize("options", [{}, BF16 | {"state_dtype": "int8"}], ids=str)
@@ -376,7 +363,7 @@ def test_weights_alone_and_a_scaler(runs: Any, tmp_path: Path) -> None:
         ({}, {"num_slots": 6, "update": "backward"}),
         *(
             (saved, {"dtype": dtype})
-            for saved in ({}, BF16, {"dtype": torch.float16})
+            for saved in ({}, BF16)
             for dtype in (torch.float32, torch.bfloat16, torch.float16)
             if saved.get("dtype", torch.float32) is not dtype
         ),
@@ -432,7 +419,7 @@ def values_of(run: Run, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 STATES = [torch.float32, torch.bfloat16, "int8"]
 
 
-@pytest.mark.parametrize(("saved", "here"), [(a, b) for a in STATES for b in STATES if a != b], ids=str)
+@pytest.mark.parametrize(("saved", "here"), [*zip(STATES, STATES[1:] + STATES[:1], strict=True)], ids=str)
 def test_moments_in_another_dtype(runs: Any, tmp_path: Path, saved: Any, here: Any) -> None:
     big = {"sizes": {"width": WIDTH}, **BF16}
     first, second = runs(state_dtype=saved, **big), runs(state_dtype=here, seed=5, **big)

@@ -22,17 +22,10 @@ from hypothesis import strategies as st
 
 from streamer import CheckpointError
 from streamer.checkpoint.manifest import NAME, VERSION, Manifest, new_folder
-from streamer.checkpoint.tensors import (
-    DTYPES,
-    Flushing,
-    Piece,
-    check_tensors,
-    reading,
-    write_tensors,
-)
+from streamer.checkpoint.tensors import DTYPES, Flushing, Piece, check_tensors, reading, write_tensors
 from streamer.checkpoint.values import decode, encode
 
-FEW = settings(max_examples=60, deadline=None, derandomize=True)
+FEW = settings(max_examples=30, deadline=None, derandomize=True)
 
 
 def bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -132,20 +125,6 @@ def test_every_truncation_and_every_flipped_bit_is_noticed(tmp_path: Path) -> No
             check_tensors(tmp_path / "t", entries)
         assert str(tmp_path / "t") in str(caught.value)
         assert "\n" not in str(caught.value)
-
-
-def test_damage_names_the_tensor(tmp_path: Path) -> None:
-    entries = write(tmp_path / "t", SMALL)
-    data = bytearray((tmp_path / "t").read_bytes())
-    data[-1] ^= 1
-    (tmp_path / "t").write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"t: tensor 'a' is damaged \(its checksum differs\)$"):
-        check_tensors(tmp_path / "t", entries)
-    other = write(tmp_path / "u", {"a": torch.zeros(5), "b": torch.zeros(2, 3)})
-    with pytest.raises(CheckpointError, match="t: tensor 'a' is not the one of the manifest"):
-        check_tensors(tmp_path / "t", other)
-    with pytest.raises(CheckpointError, match="t: tensor 'c'"):
-        check_tensors(tmp_path / "t", {"c": entries["b"]})
 
 
 # values
@@ -288,12 +267,6 @@ def test_flipped_bits_of_a_manifest_are_noticed(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=NAME) as caught:
             Manifest.read(tmp_path)
         assert "\n" not in str(caught.value)
-
-
-def test_no_manifest(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(CheckpointError, match=f"{path} holds no checkpoint"):
-            Manifest.read(path)
 
 
 @pytest.mark.parametrize(

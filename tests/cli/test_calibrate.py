@@ -11,10 +11,7 @@ import torch
 from streamer.backends.base import DISKS
 from streamer.cli.calibrate import command as calibration
 from streamer.cli.calibrate.machine_file import load_machine
-from streamer.cli.calibrate.measure import (
-    EXTENTS,
-    Sizes,
-)
+from streamer.cli.calibrate.measure import EXTENTS, Sizes
 from streamer.cli.main import main
 from streamer.planner.machine import NVME_READ, NVME_WRITE
 from tests.cli.common import refused

@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from streamer.cli.config import (
-    dump_config,
-    in_keys,
-    load_config,
-    with_keys,
-)
+from streamer.cli.config import dump_config, in_keys, load_config, with_keys
 from streamer.cli.main import command_line
 from tests.cli.common import HOME, error_of
 

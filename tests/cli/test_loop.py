@@ -24,6 +24,7 @@ from streamer.cli.loop import load_text, loss_function, schedule
 from streamer.cli.main import main
 from streamer.optim.muon import Muon
 from tests.cli.common import error_of, logged, refused, sets
+from tests.reference import hugging_face
 
 CONFIG = """
 [model]
@@ -138,10 +139,9 @@ def test_files_of_a_run(config: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     [
         ["model.args.dropout=0.1"],
         ["optimizer.name=muon"],
-        ["optimizer.name=sgd", "optimizer.args={momentum=0.9}"],
         ["optimizer.name=schedulefree:AdamWScheduleFree"],
     ],
-    ids=["dropout", "muon", "sgd", "schedulefree"],
+    ids=["dropout", "muon", "schedulefree"],
 )
 def test_a_run_resumes_to_the_bit(settings: list[str], config: Path, tmp_path: Path) -> None:
     changed = sets("stream.dtype=bfloat16", *settings)
@@ -275,15 +275,7 @@ def test_losses_of_models_that_return_logits_and_of_transformers() -> None:
     plain = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 12))
     expected = F.cross_entropy(plain(x).flatten(0, 1), y.flatten(), reduction="sum")
     assert torch.equal(loss_function(plain)(plain, (x, y, {})), expected)
-    library = pytest.importorskip("transformers")
-    sizes = {
-        "vocab_size": 12,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-    }
-    llama: Any = library.LlamaForCausalLM(library.LlamaConfig(**sizes))
+    llama = hugging_face(vocab_size=12, num_hidden_layers=1)
     expected = F.cross_entropy(llama(x).logits.flatten(0, 1), y.flatten(), reduction="sum")
     found = loss_function(llama)(llama, (x, y, {}))
     assert math.isclose(found.item(), expected.item(), rel_tol=1e-6)

@@ -22,6 +22,7 @@ from tests import tiny_llama
 from tests.cli.common import HOME, chat, logged, refused, sets
 from tests.cli.test_trainer import stop_after
 from tests.pretrained.test_quantize import stored_in_fp8
+from tests.reference import hugging_face
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 CONFIG = str(HOME / "configs" / "qlora.toml")
@@ -119,16 +120,8 @@ def test_adapters_are_written_where_there_are_no_checkpoints() -> None:
 
 def mixture() -> Any:
     tiny_llama.tokenizer().save_pretrained("mixture")
-    sizes: Any = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    config = transformers.MixtralConfig(vocab_size=300, num_key_value_heads=2, num_local_experts=4, **sizes)
-    torch.manual_seed(0)
-    plain: Any = transformers.MixtralForCausalLM(config)
-    plain.to(BF16)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_local_experts": 4}
+    plain = hugging_face("mixtral", vocab_size=300, max_position_embeddings=64, **sizes).to(BF16)
     plain.save_pretrained("mixture")
     return plain
 
@@ -190,10 +183,7 @@ def test_a_folder_that_is_quantized_already_is_trained_as_it_is(
             ["model.quantize=none", 'model.quantize_skip=["down"]'],
             "set model.quantize, or leave model.quantize_skip out",
         ),
-        (
-            ['model.quantize_skip=["dwn"]'],
-            "model.quantize_skip='dwn' matches the name of no linear module",
-        ),
+        (['model.quantize_skip=["dwn"]'], "model.quantize_skip='dwn' matches the name of no linear module"),
         (["model.quantize=int4"], 'model.quantize must be "none", "int8" or "nf4", not "int4"'),
         (["lora.use_dora=true"], "[lora] use_dora needs the base's values before they are read"),
         (

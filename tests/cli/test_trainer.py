@@ -20,7 +20,6 @@ import peft
 import transformers
 from safetensors.torch import load_file
 
-from streamer.checkpoint.manifest import Manifest
 from streamer.cli import shipped
 from streamer.cli.config import SampleConfig, load_config
 from streamer.cli.generate import chat as talk
@@ -197,14 +196,6 @@ def test_a_run_in_fp16_is_near_one_in_fp32() -> None:
     )
     torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=0)
     assert {value.dtype for value in weights("run/model").values()} == {torch.float16}
-
-
-def test_a_folder_is_trained_with_lion() -> None:
-    assert main(command("optimizer.name=lion", "train.learning_rate=1e-3")) == 0
-    saved = Manifest.read(Path("run/checkpoint-6/streamer"))
-    assert saved.values["optimizer"]["class"] == "Lion"
-    losses = [line["loss"] for line in logged(Path("run"), "loss")]
-    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize(

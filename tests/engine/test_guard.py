@@ -8,6 +8,7 @@ import io
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,7 @@ LAYERS = 3
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
-def gpt() -> nn.Module:
-    return tiny_gpt(LAYERS, width=16)
+gpt = partial(tiny_gpt, LAYERS, width=16)
 
 
 def late_updates() -> ThreadBackend:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from streamer.integrations.transformers import last_checkpoint
 from streamer.integrations.trl import ROWS, SFTTrainer
 from tests import tiny_llama
 from tests.cli.common import chat
+from tests.reference import unwrapping
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 
@@ -74,18 +74,13 @@ def config(out: Path, **options: Any) -> trl.SFTConfig:
 CHATS = [{"messages": chat(number) + chat(number * 7 % 90)} for number in range(200)]
 
 
-@contextmanager
-def streamed(folder: Path, *, lora: bool = False, **options: Any) -> Iterator[nn.Module]:
+def streamed(folder: Path, *, lora: bool = False, **options: Any) -> AbstractContextManager[nn.Module]:
     def adapt(model: nn.Module) -> nn.Module:
         return peft.get_peft_model(model, LORA)  # type: ignore[arg-type, return-value]
 
     usual = {"device": "cpu", "micro_batch_size": 1, "batch_dims": ROWS, "adapt": adapt if lora else None}
     torch.manual_seed(0)
-    model = streamer.from_pretrained(folder, **(usual | options))
-    try:
-        yield model
-    finally:
-        streamer.unwrap(model)
+    return unwrapping(streamer.from_pretrained(folder, **(usual | options)))
 
 
 def run(

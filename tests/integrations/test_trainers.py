@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,13 @@ import streamer
 from streamer.integrations.transformers import Streamed, Trainer
 from streamer.integrations.trl import SFTTrainer
 from tests import tiny_llama
+from tests.reference import hugging_face, streamed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 STEPS, SAVED, TIME = 6, 3, 16
-SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+SIZES: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 300,
+}  # fmt: skip
 USUAL: dict[str, Any] = {
     "max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "use_cpu": True,
     "learning_rate": 1e-3, "max_grad_norm": 0.5, "weight_decay": 0.1, "warmup_steps": 2, "bf16": False,
@@ -36,15 +38,6 @@ USUAL: dict[str, Any] = {
     "disable_tqdm": True,
 }  # fmt: skip
 LORA: Any = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-
-
-@contextmanager
-def streamed(model: nn.Module, **options: Any) -> Iterator[Any]:
-    wrapped = streamer.wrap(model, device="cpu", **options)
-    try:
-        yield wrapped
-    finally:
-        streamer.unwrap(wrapped)
 
 
 def logged(trainer: Any) -> list[float]:
@@ -58,15 +51,12 @@ def are_equal(mine: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-5, msg=name)
 
 
-def llama() -> Any:
-    torch.manual_seed(0)
-    sizes = SIZES | {"num_attention_heads": 2, "vocab_size": 300, "max_position_embeddings": 64}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+llama = partial(hugging_face, **SIZES, max_position_embeddings=64)
 
 
 def classifier() -> Any:
     torch.manual_seed(0)
-    sizes = SIZES | {"num_attention_heads": 2, "vocab_size": 300, "num_labels": 3}
+    sizes = SIZES | {"num_attention_heads": 2, "num_labels": 3}
     return transformers.BertForSequenceClassification(
         transformers.BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     )
@@ -215,29 +205,16 @@ def test_a_loss_of_ones_own_is_kept(tmp_path: Path) -> None:
         torch.testing.assert_close(logged(trainer), logged(expected), rtol=1e-5, atol=1e-6)
 
 
-def mixtral() -> Any:
-    torch.manual_seed(0)
-    sizes = SIZES | {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "num_local_experts": 4,
-        "vocab_size": 300,
-    }
-    config = transformers.MixtralConfig(**sizes, output_router_logits=True, router_aux_loss_coef=0.5)
-    return transformers.MixtralForCausalLM(config)
+balanced = partial(hugging_face, **SIZES, output_router_logits=True, router_aux_loss_coef=0.5)
+MIXTURES = {
+    "mixtral": partial(balanced, "mixtral", num_local_experts=4),
+    "qwen": partial(
+        balanced, "qwen3_moe", num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2, head_dim=8
+    ),
+}
 
 
-def qwen() -> Any:
-    torch.manual_seed(0)
-    sizes = SIZES | {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4, "vocab_size": 300}
-    config = transformers.Qwen3MoeConfig(
-        **sizes, moe_intermediate_size=16, num_experts_per_tok=2, head_dim=8, output_router_logits=True,
-        router_aux_loss_coef=0.5,
-    )  # fmt: skip
-    return transformers.Qwen3MoeForCausalLM(config)
-
-
-@pytest.mark.parametrize("build", [mixtral, qwen])
+@pytest.mark.parametrize("build", MIXTURES.values(), ids=MIXTURES)
 def test_the_balance_of_experts_is_part_of_the_loss(build: Any, tmp_path: Path) -> None:
     args: dict[str, Any] = USUAL | {"max_length": 24, "save_strategy": "no", "router_aux_loss_coef": 0.5}
     if "current_gradient_accumulation_steps" not in inspect.getsource(trl.SFTTrainer):

@@ -239,7 +239,6 @@ def batch_norm(run: Run) -> Any:
 
 READS: dict[str, Client] = {
     "ema": partial(swa, multi_avg_fn=get_ema_multi_avg_fn(0.5)),
-    "ema of buffers too": partial(swa, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True),
     "update_bn": batch_norm,
 }
 
@@ -262,18 +261,6 @@ PLACES = {
 # --- more that a training script does -------------------------------------------------------------------
 
 
-def hook_of_the_optimizer(run: Run) -> Any:
-    """An average that is kept by a hook that runs at the end of ``step`` itself."""
-    average = [param.detach().clone() for param in run.params]
-    hook = run.optimizer.register_step_post_hook(
-        lambda *_: [mine.lerp_(param.detach(), 0.1) for mine, param in zip(average, run.params, strict=True)]
-    )
-    for _ in run.steps():
-        pass
-    hook.remove()
-    return average
-
-
 def sharpness_aware(run: Run) -> None:
     """SAM: the gradient at weights that were moved uphill through ``.data``, and are moved back."""
     for _ in run.steps("after backward"):
@@ -284,16 +271,6 @@ def sharpness_aware(run: Run) -> None:
         run.loss_of(run.model, 7).backward()
         for param, value in zip(run.params, kept, strict=True):
             param.data.copy_(value)
-
-
-def without_gradients(run: Run) -> None:
-    """MeZO: losses at weights that are moved to both sides through ``.data``."""
-    for step in run.steps():
-        for sign in (1, -2, 1):
-            draw = torch.Generator().manual_seed(step)
-            for param in run.params:
-                param.data.add_(torch.randn(param.shape, generator=draw), alpha=sign * 0.01)
-            run.evaluate(f"loss {step} at {sign}")
 
 
 def moments_are_reset(run: Run) -> Any:
@@ -317,14 +294,7 @@ def gradients_kept(run: Run) -> Any:
         run.optimizer.zero_grad()
 
 
-def gradient_data_assigned(run: Run) -> None:
-    for _ in run.steps("after backward"):
-        for param in run.params:
-            param.grad.data = param.grad.data * 0.5
-
-
-SCRIPTS = [hook_of_the_optimizer, sharpness_aware, without_gradients, moments_are_reset]
-SCRIPTS += [gradients_kept, gradient_data_assigned]
+SCRIPTS = [sharpness_aware, moments_are_reset, gradients_kept]
 
 
 @pytest.mark.parametrize("client", SCRIPTS)

@@ -13,7 +13,6 @@ from transformers import (
     DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
@@ -27,6 +26,7 @@ from tests.reference import (
     assert_parity,
     batch,
     gradients,
+    hugging_face,
     streamed,
     train_plain,
     train_streamed,
@@ -40,21 +40,8 @@ def gpt2() -> nn.Module:
     ).train()
 
 
-#: Of any model that is made like Llama.
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
-}
-
-
-def llama(**options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**(SIZES | options))).train()
+def llama(**config: Any) -> nn.Module:
+    return hugging_face(**config).train()
 
 
 def t5() -> nn.Module:

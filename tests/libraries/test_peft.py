@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +14,20 @@ from torch import nn
 from torch.testing import assert_close
 
 import streamer
-from streamer.backends.base import Lane
-from streamer.engine.handle import wrapped as streamer_wrapped
-from streamer.engine.schedule.op import ROOT, Op, OpKind
 from tests.libraries.test_huggingface import gpt2, llama, loss
-from tests.on_disk import least_of
 from tests.reference import (
     POLICIES,
-    VOCAB,
     assert_equal,
     assert_parity,
     assert_same,
+    hugging_face,
     streamed,
     train,
     train_plain,
     train_streamed,
 )
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
 # what they say of one another
 pytestmark = pytest.mark.filterwarnings("ignore:::transformers", "ignore:::peft")
@@ -84,12 +78,7 @@ def checkpointed() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": VOCAB}
-    config = transformers.MixtralConfig(
-        **sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4
-    )
-    return transformers.MixtralForCausalLM(config)
+    return hugging_face("mixtral", num_hidden_layers=2, num_key_value_heads=2, num_local_experts=4)
 
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -179,39 +168,6 @@ def test_vectors_that_all_layers_hold() -> None:
     assert_close(actual.weights, expected.weights, rtol=0, atol=1e-5)
 
 
-def test_a_frozen_base_takes_its_weight_and_nothing_else(issued: list[Op]) -> None:
-    plain = bf16_base()
-    frozen = {name: param.clone() for name, param in plain.named_parameters() if not param.requires_grad}
-    adapters = {name: param.numel() for name, param in plain.named_parameters() if param.requires_grad}
-    base, trained = sum(param.numel() for param in frozen.values()), sum(adapters.values())
-    with streamed(plain) as model:
-        optimizer = streamer.AdamW(model.parameters())
-        history = train(model, optimizer, lambda: streamer.clip_grad_norm_(model, 1.0), steps=3, loss_of=loss)
-        stats = streamer.stats(model)
-        named = dict(model.named_parameters())
-        assert {name for name, param in named.items() if param in optimizer.state} == set(adapters)
-    # no size here needs padding
-    assert stats.host_bytes == {
-        "weights": 2 * base + 4 * trained,
-        "gradients": 4 * trained,
-        "exp_avg": 4 * trained,
-        "exp_avg_sq": 4 * trained,
-    }
-    assert stats.device_bytes["gradient slots"] == 2 * 4 * trained // 3  # two, each of one of three layers
-    assert "root gradients" not in stats.device_bytes
-    assert history.first_gradients.keys() == adapters.keys()
-    assert [name for name, value in frozen.items() if not torch.equal(value, history.weights[name])] == []
-
-    moved = Counter[OpKind]()
-    for op in issued:
-        moved[op.kind] += op.nbytes
-    assert moved[OpKind.OFFLOAD_GRAD] == 3 * 4 * trained
-    # the weight and both moments read and written, the gradient read
-    assert moved[OpKind.STEP] == 3 * (2 * 12 + 4) * trained
-    assert {op.kind for op in issued if op.lane is Lane.D2H} == {OpKind.OFFLOAD_GRAD}
-    assert not [op for op in issued if op.unit == ROOT and op.kind in (OpKind.STEP, OpKind.OFFLOAD_GRAD)]
-
-
 def files(folder: Path) -> dict[str, Any]:
     """What is in them; peft writes sets, in whatever order they are, into its config."""
     found: dict[str, Any] = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -285,32 +241,3 @@ def test_what_cannot_be_done_with_adapters_after_wrap_names_the_way_out() -> Non
             streamer.wrap(model, device="cpu")
     with streamed(model) as wrapped:
         train(wrapped, streamer.AdamW(wrapped.parameters()), None, steps=1, loss_of=loss)
-
-
-def test_adapters_on_a_base_that_is_read_from_its_files(tmp_path: Path) -> None:
-    """A QLoRA user's flow without quantization: a folder, adapters, less memory than the base takes."""
-    llama(num_hidden_layers=6, hidden_size=64).bfloat16().save_pretrained(tmp_path)
-    config = peft.LoraConfig(target_modules=PROJECTIONS, r=2)
-
-    def made(**options: Any) -> nn.Module:
-        torch.manual_seed(2)
-        return streamer.from_pretrained(
-            tmp_path, adapt=lambda model: peft.get_peft_model(model, config), device="cpu", **options
-        ).train()
-
-    def trained(model: nn.Module) -> Any:
-        params = [param for param in model.parameters() if param.requires_grad]
-        clip = partial(streamer.clip_grad_norm_, model, 1.0)
-        done = train(model, streamer.AdamW(params, lr=1e-2), clip, steps=3, loss_of=loss)
-        streamer.unwrap(model)
-        return done
-
-    in_memory = made()
-    adapters = [param for name, param in in_memory.named_parameters() if "lora_" in name]
-    assert adapters and all(param.requires_grad and param.dtype == torch.float32 for param in adapters)
-    with pytest.raises(MemoryError) as refused:
-        made(disk=True, host_memory=1)
-    in_place = made(disk=True, host_memory=least_of(refused.value))
-    shards = streamer_wrapped(in_place).executor.store.shards
-    assert all(shard.is_out for shard in shards[:-1])
-    assert_same(trained(in_place), trained(in_memory))

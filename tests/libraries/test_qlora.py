@@ -8,8 +8,8 @@ results repeat to the bit.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from streamer.errors import CheckpointError
 from tests import tiny_llama
 from tests.libraries.common import LIGHTNINGS_OWN
 from tests.pretrained.test_quantize import four_bits, int8, take_adapters, write_llama
-from tests.quantized import assert_equal, history, loss_of, nothing_is_packed, sgd, trained
+from tests.quantized import history, loss_of, nothing_is_packed, sgd, trained
+from tests.reference import assert_equal, unwrapping
 
 __all__ = ["nothing_is_packed"]
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -85,23 +86,14 @@ def qlora(folder: Path, kind: str | None, **options: Any) -> Any:
     return model.train()
 
 
-@contextmanager
-def wrapped(model: Any, **options: Any) -> Iterator[Any]:
-    streamer.wrap(model, device="cpu", **options)
-    try:
-        yield model
-    finally:
-        streamer.unwrap(model)
+def wrapped(model: Any, **options: Any) -> AbstractContextManager[Any]:
+    return unwrapping(streamer.wrap(model, device="cpu", **options))
 
 
-@contextmanager
-def streamed(folder: Path, word: str, **options: Any) -> Iterator[Any]:
+def streamed(folder: Path, word: str, **options: Any) -> AbstractContextManager[Any]:
     """Quantized by streamer, with adapters."""
     model = streamer.from_pretrained(folder, quantize=word, device="cpu", **({"adapt": adapted} | options))
-    try:
-        yield model.train()
-    finally:
-        streamer.unwrap(model)
+    return unwrapping(model.train())
 
 
 def stepped(model: Any, kind: Any = torch.optim.AdamW) -> Any:

@@ -5,43 +5,30 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
-from tests.reference import gradients, in_turn, streamed
+from tests.reference import gradients, hugging_face, in_turn, streamed
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+pytest.importorskip("transformers", reason="transformers is not installed")
+
 EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    "mixtral": lambda: transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**SIZES, **EXPERTS, num_local_experts=4)
+    "mixtral": partial(hugging_face, "mixtral", **EXPERTS, num_local_experts=4),
+    "qwen3 moe": partial(
+        hugging_face, "qwen3_moe", **EXPERTS,
+        num_experts=4, moe_intermediate_size=24, head_dim=8, decoder_sparse_step=2,
     ),
-    "qwen3 moe": lambda: transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(
-            **SIZES, **EXPERTS, num_experts=4, moe_intermediate_size=24, head_dim=8, decoder_sparse_step=2
-        )
-    ),
-    "attention": lambda: transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**SIZES, attn_implementation="eager", output_attentions=True)
-    ),
-}
+    "attention": partial(hugging_face, attn_implementation="eager", output_attentions=True),
+}  # fmt: skip
 
 
 @cache
 def model(kind: str) -> nn.Module:
-    torch.manual_seed(0)
     return KINDS[kind]()
 
 

@@ -6,7 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from streamer.engine import device_memory as watch
 from streamer.model.layers import find_layers
 from streamer.model.options import parse_bytes
 from streamer.store.ledger import SHARED
-from tests.reference import attached, in_turn
+from tests.reference import attached, in_turn, unwrapping
 
 
 class Net(nn.Module):
@@ -34,7 +34,6 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
         self.single = nn.Linear(4, 4)
         self.empty = nn.ModuleList()
-        self.nothing = nn.ModuleList([None, None])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
@@ -96,14 +95,9 @@ def refuses(monkeypatch: pytest.MonkeyPatch) -> Refuses:
     return check
 
 
-@contextmanager
-def wrapped(model: nn.Module | None = None, **options: Any) -> Iterator[Any]:
+def wrapped(model: nn.Module | None = None, **options: Any) -> AbstractContextManager[Any]:
     model = Net() if model is None else model
-    streamer.wrap(model, **({"layers": "blocks", "device": "cpu"} | options))
-    try:
-        yield model
-    finally:
-        streamer.unwrap(model)
+    return unwrapping(streamer.wrap(model, **({"layers": "blocks", "device": "cpu"} | options)))
 
 
 def step(model: nn.Module) -> None:
@@ -113,14 +107,6 @@ def step(model: nn.Module) -> None:
     streamer.clip_grad_norm_(model, 1.0)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def test_the_snapshot_sees_a_wrap() -> None:
-    model = Net()
-    before = snapshot(model)
-    with wrapped(model):
-        assert snapshot(model) != before
-        assert "forward" in model.blocks[0].__dict__
 
 
 # --- options ------------------------------------------------------------------------------------------
@@ -133,28 +119,17 @@ def test_the_snapshot_sees_a_wrap() -> None:
         ({"layers": "single"}, r"'single' is a Linear; " + LIST),
         ({"layers": ""}, r"layers='' is a Net; " + LIST),
         ({"layers": "empty"}, r"'empty' is an empty list\. " + KNOWN),
-        ({"layers": "nothing"}, r"'nothing' is an empty list\. " + KNOWN),
         ({"layers": ["blocks", "nowhere"]}, r"'nowhere': there is no such module\. " + KNOWN),
         ({"layers": []}, r"layers is empty: set it to the path of a list of layers\. " + KNOWN),
         ({"layers": 3}, "layers=3: it must be a dotted path, a glob, several of them, or None"),
         ({"num_slots": 0}, r"num_slots=0: it must be an integer of 1 or more"),
-        ({"num_slots": 1.5}, r"num_slots=1\.5: it must be an integer of 1 or more"),
         ({"activations": "checkpoint"}, "activations='checkpoint' is unknown: " + POLICIES),
-        ({"activations": None}, "activations=None: use one of 'recompute', .* a list"),
         ({"dtype": torch.float64}, r"torch\.float64.* " + DTYPES),
         ({"dtype": "fp8"}, "dtype='fp8' is not a dtype: use one of 'fp32', 'bf16', 'fp16', 'float32'"),
         ({"device": "mps"}, r"device='mps' is not supported: use 'cuda' or 'cpu'"),
-        ({"device": "gpu0"}, r"device='gpu0'.* use 'cuda' or 'cpu'"),
         ({"host_threads": 0}, "host_threads=0: it must be an integer from 1 to"),
-        ({"host_threads": 100_000}, "host_threads=100000: it must be an integer from 1 to"),
-        *(
-            ({"device_memory": given}, re.escape(f"device_memory={given!r}: use {what} such as '16GiB'"))
-            for what, some in (
-                ("a number and its unit", ("", "16", "16G", "0.1B")),
-                ("a number of bytes, or a text", (0, 1.5)),
-            )
-            for given in some
-        ),
+        ({"device_memory": "16"}, "device_memory='16': use a number and its unit such as '16GiB'"),
+        ({"device_memory": 0}, "device_memory=0: use a number of bytes, or a text such as '16GiB'"),
     ],
     ids=str,
 )
@@ -193,7 +168,6 @@ def test_without_cuda_no_device_means_the_cpu(refuses: Refuses, monkeypatch: pyt
             "",
             r"layers='' has no module with parameters in it\. Found",
         ),
-        (nn.Sequential(nn.Linear(2, 2), nn.Tanh()), None, r"no list of similar blocks.*'' \(2 x Linear\)"),
         (
             nn.Sequential(nn.ParameterList([torch.ones(2, 2)]), nn.ParameterList([torch.ones(2, 2)])),
             "",
@@ -248,11 +222,6 @@ MODELS: dict[str, tuple[nn.Module, tuple[str | None, ...], list[str]]] = {
         ),
         (None, "blocks"),
         ["blocks.2", "blocks.1", "blocks.last"],
-    ),
-    "a dict of dicts": (
-        nn.ModuleDict({name: nn.ModuleDict({"x": nn.Linear(2, 2)}) for name in "ab"}),
-        (None, ""),
-        ["a.x", "b.x"],
     ),
 }
 
@@ -389,16 +358,7 @@ HOST_REMEDY = "use dtype=torch.bfloat16 or freeze parameters"
 @pytest.mark.parametrize(
     ("device", "host", "told"),
     [
-        (
-            2047,
-            10**5,
-            f"the device needs 2048 bytes and has 2047 bytes (1 byte too few): {BLOCK}\n{TABLE}",
-        ),
-        (
-            10**5,
-            6767,
-            f"{HOST} needs 7168 bytes and has 7167 bytes (1 byte too few): {HOST_REMEDY}\ndevice ",
-        ),
+        (2047, 10**5, f"the device needs 2048 bytes and has 2047 bytes (1 byte too few): {BLOCK}\n{TABLE}"),
         (
             1000,
             100,
@@ -422,8 +382,6 @@ def test_too_little_memory(
     [
         (torch.bfloat16, 3, 10_000, 'quantize the frozen weights (from_pretrained(quantize="int8"))'),
         (torch.float16, 3, 3_000, 'quantize the frozen weights (from_pretrained(quantize="nf4"))'),
-        # not even that would do, or something exact does
-        (torch.float32, 3, 20_000, HOST_REMEDY),
         # most of it is trained
         (torch.bfloat16, 1, 131_000, HOST_REMEDY),
     ],
@@ -468,19 +426,13 @@ def test_amounts_of_memory(given: int | str | None, nbytes: int | None) -> None:
 
 MOVES: dict[str, Callable[[nn.Module], object]] = {
     "to device": lambda module: module.to("meta"),
-    "to dtype": lambda module: module.to(torch.float16),
-    "to device and dtype": lambda module: module.to("cpu", torch.float16),
     "half": lambda module: module.half(),
-    "double": lambda module: module.double(),
-    "bfloat16": lambda module: module.bfloat16(),
     "share_memory": lambda module: module.share_memory(),
 }
 
 STAYS: dict[str, Callable[[nn.Module], object]] = {
     "to device": lambda module: module.to("cpu"),
-    "to dtype": lambda module: module.to(torch.float32),
     "to device and dtype": lambda module: module.to("cpu", torch.float32, non_blocking=True),
-    "cpu": lambda module: module.cpu(),
     "float": lambda module: module.float(),
     "type": lambda module: module.type(torch.float32),
     "to memory format": lambda module: module.to(memory_format=torch.channels_last),
@@ -542,16 +494,10 @@ def linear() -> nn.Module:
     return nn.Linear(4, 4)
 
 
-def weight() -> nn.Parameter:
-    return nn.Parameter(torch.zeros(4, 4))
-
-
 GAINS: dict[str, Change] = {
     "an adapter around a layer": lambda model: model.blocks.__setitem__(
         1, nn.Sequential(model.blocks[1], linear())
     ),
-    "another head": lambda model: setattr(model, "single", linear()),
-    "one more weight": lambda model: setattr(model.single, "more", weight()),
     "a module in a layer": lambda model: setattr(model.blocks[1], "more", linear()),
 }
 

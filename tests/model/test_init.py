@@ -177,17 +177,6 @@ def test_an_init_that_goes_wrong_leaves_the_model_as_it_was(
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
-def test_what_is_written_through_data_counts() -> None:
-    model = shape()
-
-    def init(module: nn.Module) -> None:
-        for param in module.parameters(recurse=False):
-            param.data.fill_(0.5)
-
-    given_values(model, init=init)
-    assert all(torch.equal(param, torch.full_like(param, 0.5)) for param in model.parameters())
-
-
 def in_part(model: GPT) -> None:
     model.transformer.h[1].ln_1.weight = nn.Parameter(torch.ones(32))
 

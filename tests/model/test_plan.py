@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from streamer.engine.paging.executor import Executor
 
 import streamer
 from models.gpt2 import GPT
 from streamer.cli.config import load_config
 from streamer.cli.plan.planning import plan_run
+from streamer.engine.executor import Executor
 from streamer.planner.machine import MACHINES, named_machine
 from tests.cli.test_plan_command import SMALL
+from tests.reference import unwrapping
 
 SIZES = {"vocab_size": 256, "block_size": 32, "n_layer": 5, "n_head": 2, "n_embd": 64}
 TOKENS = torch.zeros(8, 32, dtype=torch.long)
@@ -45,16 +46,13 @@ def test_on_a_cpu_it_holds_what_a_real_model_holds() -> None:
     options = {"layers": "transformer.h", "dtype": "bf16"}
     found = streamer.plan(model(), TOKENS, machine="rtx-4090", **options)
     real = GPT(**SIZES)
-    streamer.wrap(real, device="cpu", **options)
-    try:
+    with unwrapping(streamer.wrap(real, device="cpu", **options)):
         optimizer = streamer.AdamW(real.parameters())
         real(TOKENS).float().sum().backward()
         optimizer.step()
         streamer.synchronize(real)
         held = streamer.stats(real).host_bytes
         assert {name: nbytes for name, nbytes in held.items() if nbytes} == found.host_bytes
-    finally:
-        streamer.unwrap(real)
 
 
 def test_what_does_not_fit_is_told_and_how_it_reads() -> None:
@@ -67,13 +65,6 @@ def test_what_does_not_fit_is_told_and_how_it_reads() -> None:
         for words in ("device, 2 slots", "weight slots", "exp_avg_sq", "h2d", "does not fit: lacks ")
     )
     assert repr(streamer.plan(model(), TOKENS, layers="transformer.h")).endswith("\nfits")
-
-
-@pytest.mark.parametrize("name", ["laptop-8gb", "h200", "dgx-spark"])
-def test_named_machines_plan(name: str) -> None:
-    found = streamer.plan(model(), TOKENS, layers="transformer.h", dtype=torch.bfloat16, machine=name)
-    assert found.fits and found.machine == MACHINES[name].name
-    assert found.seconds > 0 and found.busy_seconds["h2d"] > 0
 
 
 def test_one_memory_is_not_counted_twice() -> None:
@@ -92,11 +83,9 @@ def test_one_memory_is_not_counted_twice() -> None:
     ("options", "message"),
     [
         ({"machine": "rtx4090"}, r"there is no machine 'rtx4090': did you mean rtx-4090\? known are"),
-        ({"machine": "abacus"}, "there is no machine 'abacus'"),
         ({"activations": "auto"}, "plan does not choose options"),
         ({"slots": 2}, "plan knows no option 'slots'"),
         ({"layers": "h"}, "layers='h': there is no such module"),
-        ({"num_slots": 0}, "num_slots=0: it must be an integer of 1 or more"),
     ],
 )
 def test_what_cannot_be_planned(options: dict[str, object], message: str) -> None:

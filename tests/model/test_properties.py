@@ -176,7 +176,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases())
-@examples(25)
+@examples(18)
 def test_streamed_training_is_plain_training(case: Case) -> None:
     expected = run_plain(case.model, case.loop)
     more = {"update": case.update, "grad_dtype": case.grad_dtype}
@@ -275,7 +275,7 @@ def interrupted(draw: st.DrawFn) -> Interrupted:
 
 
 @given(interrupted())
-@examples(20)
+@examples(12)
 def test_a_run_that_goes_on_from_a_checkpoint_ends_as_an_undisturbed_one(case: Interrupted) -> None:
     def run_with(number: int, spec: ModelSpec) -> Any:
         more = {"update": case.update[number], **dict(case.numeric)}

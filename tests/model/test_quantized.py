@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ from streamer.planner.machine import RTX_4090
 from streamer.planner.measure import Tracker
 from streamer.planner.model import skeleton
 from streamer.planner.step import WORKING_SET, plan_step
+from tests.models import Layers
 from tests.quantized import (
     KINDS,
     LAYERS,
-    assert_equal,
     bytes_moved,
     history,
     llama,
@@ -34,18 +33,13 @@ from tests.quantized import (
     trained,
     whole_step,
 )
-from tests.reference import in_turn
+from tests.reference import assert_equal, in_turn, unwrapping
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(register_constant|Calling register_constant|cast from)")
 
 
-@contextmanager
-def streamed(model: nn.Module, **options: Any) -> Iterator[nn.Module]:
-    streamer.wrap(model, layers=LAYERS, device="cpu", **options)
-    try:
-        yield model
-    finally:
-        streamer.unwrap(model)
+def streamed(model: nn.Module, **options: Any) -> AbstractContextManager[nn.Module]:
+    return unwrapping(streamer.wrap(model, layers=LAYERS, device="cpu", **options))
 
 
 @pytest.fixture(scope="module")
@@ -247,35 +241,24 @@ class Codes(nn.Module):
         return x + F.linear(x, (self.weight.float() * scale).to(x.dtype)) * self.gain
 
 
-class Net(nn.Module):
-    def __init__(self, layer: Any, *, count: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(layer() for _ in range(count))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 @pytest.mark.parametrize("policy", ["recompute", "keep"])
 def test_codes_with_block_scales_in_plain_parameters(policy: str) -> None:
     torch.manual_seed(0)
-    model = Net(lambda: Codes(32))
+    model = Layers(lambda: Codes(32))
     reference = copy.deepcopy(model)
-    for block in reference.blocks:
+    for block in reference.layers:
         block.gain.data = block.gain.data.bfloat16()
     x = torch.randn(4, 32).bfloat16()
     reference(x).sum().backward()
-    streamer.wrap(model, layers="blocks", device="cpu", dtype=torch.bfloat16, activations=policy)
+    streamer.wrap(model, layers="layers", device="cpu", dtype=torch.bfloat16, activations=policy)
     model(x).sum().backward()
-    for mine, plain in zip(model.blocks, reference.blocks, strict=True):
+    for mine, plain in zip(model.layers, reference.layers, strict=True):
         # neither codes nor scales are rounded to the dtype that is asked for
         assert (mine.weight.dtype, mine.weight_scale_inv.dtype) == (torch.float8_e4m3fn, torch.float32)
         assert torch.equal(mine.gain.grad, plain.gain.grad)
     streamer.unwrap(model)
-    assert torch.equal(model.blocks[0].weight.float(), reference.blocks[0].weight.float())
-    assert torch.equal(model.blocks[0].counts, torch.arange(4))
+    assert torch.equal(model.layers[0].weight.float(), reference.layers[0].weight.float())
+    assert torch.equal(model.layers[0].counts, torch.arange(4))
 
 
 def refused(model: nn.Module, match: str, **options: Any) -> None:
@@ -315,20 +298,19 @@ def test_weights_that_the_library_reads_wrong_on_this_cpu(
     monkeypatch: pytest.MonkeyPatch, go_on: bool
 ) -> None:
     monkeypatch.setattr("streamer.quantized.bitsandbytes.blocks_go_on_in_rows", lambda: go_on)
-    model = Net(lambda: nn.Sequential(of_cut_rows(), quantize(nn.Linear(64, 64), "bitsandbytes fp4")))
-    names = r"blocks\.0\.0\.weight, blocks\.1\.0\.weight, blocks\.2\.0\.weight"
+    model = Layers(lambda: nn.Sequential(of_cut_rows(), quantize(nn.Linear(64, 64), "bitsandbytes fp4")))
+    names = r"layers\.0\.0\.weight, layers\.1\.0\.weight, layers\.2\.0\.weight"
     told = pytest.warns(UserWarning, match=f"wrong on this CPU .* here {names}, also without streamer")
     with nullcontext() if go_on else told:
-        streamer.wrap(model, layers="blocks", device="cpu")
+        streamer.wrap(model, layers="layers", device="cpu")
     streamer.unwrap(model)
 
 
 def test_another_dtype_than_that_of_the_quantized_weights() -> None:
-    refused(
-        llama("torchao int8"),
-        r"is a Int8Tensor for inputs of torch\.float32, which dtype=torch\.bfloat16 cannot change: quantize",
-        dtype=torch.bfloat16,
+    match = (
+        r"is a Int8Tensor for inputs of torch\.float32, which dtype=torch\.bfloat16 cannot change: quantize"
     )
+    refused(llama("torchao int8"), match, dtype=torch.bfloat16)
 
 
 class Opaque(nn.Parameter):
@@ -336,6 +318,6 @@ class Opaque(nn.Parameter):
 
 
 def test_a_class_that_does_not_tell_its_parts() -> None:
-    model = Net(lambda: nn.Linear(4, 4))
-    model.blocks[1].weight = torch.Tensor._make_subclass(Opaque, torch.zeros(4, 4, dtype=torch.uint8), False)
-    refused(model, r"'blocks\.1\.weight' is a Opaque of torch\.uint8, which does not say", layers="blocks")
+    model = Layers(lambda: nn.Linear(4, 4))
+    model.layers[1].weight = torch.Tensor._make_subclass(Opaque, torch.zeros(4, 4, dtype=torch.uint8), False)
+    refused(model, r"'layers\.1\.weight' is a Opaque of torch\.uint8, which does not say", layers="layers")

@@ -15,6 +15,7 @@ from torch import nn
 import streamer
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
+from tests.models import Stack, numbers
 from tests.reference import attached
 
 #: An epsilon with which Adam does not make a whole step of a gradient that is all rounding.
@@ -31,29 +32,26 @@ class Block(nn.Module):
         return x + torch.tanh(self.norm(self.linear(x)))
 
 
-class Net(nn.Module):
+class Net(Stack):
+    """Embedding and head are tied; inputs are cast."""
+
     def __init__(self, *, buffers: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList(Block() if buffers else nn.Linear(6, 6) for _ in range(3))
+        make = Block if buffers else lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        super().__init__(make, width=6)
         self.head = nn.Linear(6, 6, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.ones(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x.to(self.embed.weight.dtype))
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x).float()
+        return super().forward(x.to(self.embed.weight.dtype)).float()
 
 
-def net(seed: int = 0, **options: Any) -> Net:
-    torch.manual_seed(seed)
+def net(**options: Any) -> Net:
     return Net(**options)
 
 
 def batch(step: int) -> torch.Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+    return numbers(4, 6, seed=step)
 
 
 def wrap(model: Net, **options: Any) -> Net:

@@ -136,17 +136,6 @@ def test_segments_at_once_are_segments_one_by_one_and_gaps_are_left_alone(kind):
                 assert np.mean(array[inside] != before[name][inside]) > 0.9, name
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_no_segments_change_nothing(kind):
-    state = started(kind, 100)
-    before = arrays_of(state)
-    state.step_segments(normal(100, 3), [])
-    state.step_segments(normal(100, 3), [Segment(100, 100, Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, 2))])
-    assert same(arrays_of(state), before)
-    nothing = np.empty(0, np.float32)
-    kind(nothing).step(nothing, step=1, **USUAL)
-
-
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
@@ -347,17 +336,6 @@ def test_a_block_of_tiny_gradients_keeps_their_signs_or_nothing(largest):
     assert kept > 0 or largest < 2.0**-115
     # a scale is one where its codes are too small for it, not what wraps around below zero
     assert (state.exp_avg_sq_scales >= 0).all()
-
-
-def test_scales_follow_the_largest_moment_down():
-    state = Int8State(normal(512, seed=1))
-    for step in range(1, 400):
-        state.step(normal(512, step, scale=1.0 if step < 100 else 1e-3), step=step, **USUAL)
-        if step == 99:
-            before = state.exp_avg_scales[:2].copy()
-    assert (state.exp_avg_scales[:2] < before / 100).all()
-    assert np.abs(state.exp_avg.astype(int)).reshape(2, 256).max(axis=1).tolist() == [127, 127]
-    assert not state.exp_avg_scales[2:].any()
 
 
 def test_8_bit_codes_are_right_on_average_and_no_second_moment_is_lost():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,7 @@ from streamer.engine.schedule.hazards import Hazards
 from tests.nullgpu import device
 from tests.nullgpu.chain import HALVING, WIDTH, Chain
 from tests.on_disk import disks
+from tests.reference import unwrapping
 
 pytestmark = pytest.mark.cuda_api
 
@@ -46,14 +47,8 @@ def gradients_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collector, "SMALL_BYTES", -1)
 
 
-@contextmanager
-def wrapped_chain(length: int = 4, **options: Any) -> Iterator[Chain]:
-    model = Chain(length)
-    streamer.wrap(model, layers="links", **({"device": "cuda"} | options))
-    try:
-        yield model
-    finally:
-        streamer.unwrap(model)
+def wrapped_chain(length: int = 4, **options: Any) -> AbstractContextManager[Chain]:
+    return unwrapping(streamer.wrap(Chain(length), layers="links", **({"device": "cuda"} | options)))
 
 
 def given_by_the_scaler(optimizer: torch.optim.Optimizer, place: str) -> None:

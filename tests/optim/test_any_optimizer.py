@@ -34,7 +34,7 @@ from tests.optim.masters import (
     with_and_without_decay,
 )
 from tests.optim.optimizers import Sum
-from tests.reference import language_loss, random_delays, streamed, tiny_gpt
+from tests.reference import in_turn, language_loss, random_delays, streamed, tiny_gpt
 
 pytorch_optimizer = pytest.importorskip("pytorch_optimizer", reason="pip install pytorch-optimizer")
 schedulefree = pytest.importorskip("schedulefree", reason="pip install schedulefree")
@@ -80,10 +80,12 @@ def in_training(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, BF16) for name in OPTIMIZERS), *((name, FP32) for name in [*OPTIMIZERS][::2])],
+)
 def test_steps_are_those_of_an_ordinary_instance(name: str, dtype: torch.dtype) -> None:
-    """To the bit over 20 steps, with groups, clipping and a schedule; the state takes the planned bytes."""
+    """To the bit over 10 steps, with groups, clipping and a schedule; the state takes the planned bytes."""
     with model_in(dtype) as model:
         params = params_for(name, model)
         copies = masters(params)
@@ -93,7 +95,7 @@ def test_steps_are_those_of_an_ordinary_instance(name: str, dtype: torch.dtype) 
         )
         plain = in_training(kind(with_and_without_decay(copies)))
         schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (mine, plain)]
-        for step in range(20):
+        for step in range(10):
             clip = partial(clipped, max_norm=0.5)
             train_both(model, params, mine, plain, copies, steps=1, first=step, clip=clip)
             for schedule in schedules:
@@ -116,14 +118,14 @@ def assert_alike(
         assert_same_state(mine, plain)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("name", ["RMSprop", "SGD nesterov", "Prodigy", "AdaGC"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), in_turn(["RMSprop", "SGD nesterov", "Prodigy", "AdaGC"] * 2, [BF16, FP16, FP32])
+)
 def test_an_optimizer_needs_no_other_line(name: str, dtype: torch.dtype) -> None:
     assert_alike(dtype, OPTIMIZERS[name])
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", ["RMSprop", "Prodigy"])
+@pytest.mark.parametrize(("name", "seed"), [("RMSprop", 0), ("Prodigy", 1)])
 def test_delays_change_nothing(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates are hidden behind forwards that wait for them, whatever lane is late."""
     made = ThreadBackend.__init__
@@ -133,23 +135,6 @@ def test_delays_change_nothing(name: str, seed: int, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(ThreadBackend, "__init__", late)
     assert_alike(BF16, OPTIMIZERS[name], num_slots=2)
-
-
-def test_small_steps_of_bf16_weights_are_those_of_fp32() -> None:
-    """At a learning rate of 1e-6 the masters move as fp32 weights do."""
-    moved = []
-    for dtype in (FP32, BF16):
-        with model_in(dtype) as model:
-            params = [*model.parameters()]
-            before = [master(param) for param in params]
-            optimizer = torch.optim.SGD(params, lr=1e-6, momentum=0.9)
-            for step in range(20):
-                language_loss(model, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            moves = [(master(p) - was).flatten() for p, was in zip(params, before, strict=True)]
-            moved.append(torch.cat(moves))
-    assert torch.cosine_similarity(*moved, dim=0) > 0.99
 
 
 def test_gradients_of_several_backwards_are_summed_in_fp32() -> None:
@@ -503,7 +488,7 @@ def test_state_without_room_in_memory_is_on_disk(name: str, room: int, weights: 
             if disk:  # room for three parts and some of the state
                 executor.host_limit = sum(executor.host_bytes().values()) + room
             optimizer = OPTIMIZERS[name](params)
-            for step in range(4):
+            for step in range(3):
                 torch.manual_seed(step)
                 if step == 2:
                     streamer.save(model, optimizer, tmp_path / f"saved {disk}", step=2, block=False).result()

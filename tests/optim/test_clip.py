@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,22 +13,16 @@ import torch
 from torch import nn
 
 import streamer
-from models.gpt2 import GPT
 from streamer.backends.base import Lane
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.handle import wrapped
-from tests.reference import VOCAB, assert_trains_alike, language_loss, streamed
+from tests.reference import assert_trains_alike, language_loss, streamed, tiny_gpt
 
 Clip = Callable[..., torch.Tensor]
 
 
-@cache
-def gpt() -> GPT:
-    torch.manual_seed(0)
-    # biases of 60, 20 and 80 elements leave padding between parameters, and 8-bit blocks that are not full
-    return GPT(vocab_size=VOCAB, block_size=16, n_layer=3, n_head=2, n_embd=20)
-
-
+#: Biases of 60, 20 and 80 elements leave padding between parameters, and 8-bit blocks that are not full.
+gpt = partial(tiny_gpt, width=20)
 #: With this eps the size of a gradient matters to Adam.
 CALM = {"lr": 1e-2, "eps": 1.0, "tolerance": 1e-6}
 LAYERS = {"layers": "transformer.h"}
@@ -139,23 +133,6 @@ def test_a_nan_in_a_part_of_a_gradient_after_clipping_is_noticed() -> None:
             gradient[3, 4] = 0
 
 
-def test_who_only_reads_a_gradient_changes_no_bit() -> None:
-    def trained(read: Callable[[torch.Tensor], object]) -> dict[str, torch.Tensor]:
-        with streamed(gpt(), layers="transformer.h", dtype=torch.bfloat16) as model:
-            optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
-            for step in range(3):
-                language_loss(model, step).backward()
-                for param in model.parameters():
-                    read(param.grad)
-                streamer.clip_grad_norm_(model, 1e-3)
-                optimizer.step()
-                optimizer.zero_grad()
-            return copy.deepcopy(model.state_dict())
-
-    read, unread = trained(lambda gradient: gradient.data.norm()), trained(lambda gradient: None)
-    assert all(torch.equal(value, unread[name]) for name, value in read.items())
-
-
 def test_a_norm_that_is_no_number_leaves_no_gradient_that_is_one() -> None:
     """As in PyTorch: whoever steps in spite of it sees that it went wrong."""
 
@@ -168,7 +145,7 @@ def test_a_norm_that_is_no_number_leaves_no_gradient_that_is_one() -> None:
         optimizer.step()
         return {name: weight.isnan() for name, weight in model.state_dict().items()}
 
-    plain = copy.deepcopy(gpt())
+    plain = gpt()
     expected = step(plain, lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     assert all(spoilt.all() for spoilt in expected.values())
     with streamed(gpt(), layers="transformer.h") as model:
@@ -181,7 +158,7 @@ def test_a_norm_that_is_no_number_leaves_no_gradient_that_is_one() -> None:
 def test_what_is_added_after_clipping_is_looked_at_too(max_norm: float, bad: float) -> None:
     """Also where layers alone are trained, so that the root's gradients say nothing, and where their norm was
     below the limit, so that no coefficient is still to be applied."""
-    model = copy.deepcopy(gpt()).requires_grad_(False)
+    model = gpt().requires_grad_(False)
     model.transformer.h.requires_grad_(True)
     with streamed(model, layers="transformer.h") as mine:
         optimizer = streamer.AdamW(mine.parameters())
@@ -281,7 +258,7 @@ def test_a_coefficient_that_is_not_a_number_is_gone_with_its_gradients() -> None
         assert streamer.stats(model).skipped_steps == 1
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 3, 0.5, "inf", float("inf"), -float("inf"), 0.0])
+@pytest.mark.parametrize("norm_type", [1.0, 3, "inf", -float("inf"), 0.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_norms_other_than_the_second(norm_type: Any, dtype: torch.dtype) -> None:
     with streamed(gpt(), layers="transformer.h", dtype=dtype) as model:

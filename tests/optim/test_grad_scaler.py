@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,14 +17,7 @@ from torch import nn
 
 import streamer
 import streamer_native
-from models.gpt2 import GPT
-from tests.reference import VOCAB, assert_trains_alike, language_loss, streamed
-
-
-@cache
-def gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(vocab_size=VOCAB, block_size=16, n_layer=3, n_head=2, n_embd=32)
+from tests.reference import assert_trains_alike, language_loss, streamed, tiny_gpt
 
 
 def scaler(init_scale: float = 2.0**10, **options: float) -> torch.amp.GradScaler:
@@ -32,7 +25,7 @@ def scaler(init_scale: float = 2.0**10, **options: float) -> torch.amp.GradScale
 
 
 def fp16() -> AbstractContextManager[nn.Module]:
-    return streamed(gpt(), layers="transformer.h", dtype=torch.float16)
+    return streamed(tiny_gpt(), layers="transformer.h", dtype=torch.float16)
 
 
 def scaled_steps(
@@ -60,8 +53,8 @@ def scaled_steps(
 
 def fp16_with_masters(steps: int, scale: float, lr: float) -> tuple[list[float], dict[str, np.ndarray]]:
     """A plain fp16 model whose fp32 masters the fp32 kernel updates from gradients divided by ``scale``."""
-    model = copy.deepcopy(gpt()).half()
-    masters = {n: p.detach().clone().numpy().ravel() for n, p in copy.deepcopy(gpt()).named_parameters()}
+    model = tiny_gpt().half()
+    masters = {n: p.detach().clone().numpy().ravel() for n, p in tiny_gpt().named_parameters()}
     moments = {name: np.zeros((2, master.size), np.float32) for name, master in masters.items()}
     losses, kernels = [], ThreadPoolExecutor(1)
     for step in range(1, steps + 1):
@@ -135,7 +128,7 @@ def test_fp32_with_a_scaler_equals_the_plain_loop(unscale: bool) -> None:
         return scaled_steps(model, optimizer, scaling, range(6), **options)
 
     options = {"layers": "transformer.h"}
-    assert_trains_alike(gpt(), loop, options=options, tolerance=1e-5, lr=1e-3, eps=1e-3)
+    assert_trains_alike(tiny_gpt(), loop, options=options, tolerance=1e-5, lr=1e-3, eps=1e-3)
 
 
 def test_accumulated_fp16_gradients_are_unscaled_too() -> None:
@@ -174,7 +167,7 @@ def test_clipping_by_the_norm_that_unscaled_gradients_would_have() -> None:
 
 
 def test_update_in_backward_refuses_a_scaler() -> None:
-    with streamed(gpt(), layers="transformer.h", update="backward") as model:
+    with streamed(tiny_gpt(), layers="transformer.h", update="backward") as model:
         optimizer = streamer.AdamW(model.parameters())
         scaling = scaler()
         scaling.scale(language_loss(model, 0)).backward()
@@ -183,7 +176,7 @@ def test_update_in_backward_refuses_a_scaler() -> None:
 
 
 def test_a_disabled_scaler_is_not_there() -> None:
-    with streamed(gpt(), layers="transformer.h") as model:
+    with streamed(tiny_gpt(), layers="transformer.h") as model:
         optimizer = streamer.AdamW(model.parameters())
         scaling = torch.amp.GradScaler("cpu", enabled=False)
         scaling.scale(language_loss(model, 0)).backward()

@@ -125,26 +125,6 @@ def test_garbage_in_the_padding_of_a_gradient_spoils_no_scale() -> None:
     assert all(torch.equal(a, b) for a, b in zip(bits(clean), bits(dirty), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "expected"),
-    [
-        ([BF16, BF16, FP32, FP32, FP16, FP16], ["adamw_split", "adamw_fp32", "adamw_fp16"]),
-        # bf16 that lies at two distances between its places in the weights and in the state
-        ([BF16, FP32, BF16, BF16, BF16, BF16], ["adamw_split", "adamw_fp32", "adamw_split"]),
-    ],
-)
-def test_a_unit_of_mixed_dtypes_takes_a_launch_for_each(
-    dtypes: list[torch.dtype], expected: list[str], launches: list[str]
-) -> None:
-    shard = shard_of(dtypes, FP32)
-    update_shard(shard, UnitUpdate.of([ParamUpdate(slice, CALM) for slice in shard.layout.slices], FP32), 1.0)
-    assert launches == expected
-    for slice in shard.layout.slices:
-        alone = shard_of([slice.param.dtype], FP32, (slice.numel,))
-        update_shard(alone, UnitUpdate.of([ParamUpdate(alone.layout.slices[0], CALM)], FP32), 1.0)
-        assert torch.equal(shard.exact(slice), alone.exact(alone.layout.slices[0]))
-
-
 @pytest.mark.parametrize("state_dtype", [BF16, torch.int8])
 def test_the_seed_reaches_the_rounding(state_dtype: torch.dtype) -> None:
     shards = [shard_of([BF16] * len(SIZES), state_dtype) for _ in range(3)]
@@ -154,16 +134,6 @@ def test_the_seed_reaches_the_rounding(state_dtype: torch.dtype) -> None:
     second = [shard.held["exp_avg_sq"] for shard in shards]
     assert torch.equal(second[0], second[1])
     assert not torch.equal(second[0], second[2])
-
-
-@pytest.mark.parametrize("sizes", [(1,) * 50, (256, 256), (255, 257, 1), (10_000, 33, 31, 513), SIZES])
-def test_scales_of_parameters_are_apart_and_fit(sizes: tuple[int, ...]) -> None:
-    layout = Layout.of(Param(str(i), (n,), BF16, i != 1) for i, n in enumerate(sizes))
-    scales = torch.zeros(layout.state_blocks)
-    for slice in layout.trainable:
-        assert slice.blocks(scales).numel() == -(-slice.numel // native.QUANTUM)
-        slice.blocks(scales).add_(1)
-    assert bool((scales == 1).all())
 
 
 def test_update_bytes_by_layout() -> None:

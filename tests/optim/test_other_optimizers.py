@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,16 +13,9 @@ import torch
 from torch import nn
 
 import streamer
-from models.gpt2 import GPT
-from tests.reference import VOCAB, assert_trains_alike, language_loss, streamed
+from tests.reference import assert_trains_alike, language_loss, streamed, tiny_gpt
 
-
-@cache
-def gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(vocab_size=VOCAB, block_size=16, n_layer=3, n_head=2, n_embd=32, dropout=0.1)
-
-
+gpt = partial(tiny_gpt, dropout=0.1)
 Optimizers = list[torch.optim.Optimizer]
 Make = Callable[[nn.Module, Any], Optimizers]
 CALM = {"lr": 1e-2, "eps": 1e-2}
@@ -55,10 +47,7 @@ def one_of_each(model: nn.Module, kind: Any) -> Optimizers:
     return [kind(params[::2], **CALM), torch.optim.SGD(params[1::2], lr=0.5)]
 
 
-MAKES = {
-    "two of ours": two_of_ours,
-    "one of each": one_of_each,
-}
+MAKES = {"two of ours": two_of_ours, "one of each": one_of_each}
 
 
 @pytest.mark.parametrize("name", MAKES)
@@ -83,11 +72,11 @@ def test_a_step_that_fails_writes_nothing() -> None:
             optimizer.step()
         with torch.no_grad():
             after = language_loss(model.eval(), 1).item()
-    assert after == pytest.approx(language_loss(copy.deepcopy(gpt()).eval(), 1).item())
+    assert after == pytest.approx(language_loss(gpt().eval(), 1).item())
 
 
 def test_optimizers_of_others_do_not_keep_a_dropped_model_alive() -> None:
-    model = streamer.wrap(copy.deepcopy(gpt()), device="cpu")
+    model = streamer.wrap(gpt(), device="cpu")
     executor = weakref.ref(model._streamer.executor)
     del model
     gc.collect()

@@ -216,29 +216,6 @@ def test_short_moments_need_bf16_parameters(dtype: torch.dtype) -> None:
         assert streamer.stats(model).host_bytes == before
 
 
-def test_moments_that_do_not_fit_are_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    with bf16() as model:
-        layouts = [shard.layout for shard in wrapped(model).executor.store.shards]
-        needs = {kept: sum(host_bytes(layouts, MOMENTS[kept]).values()) for kept in (FP32, BF16, INT8)}
-        assert needs[FP32] > needs[BF16] > needs[INT8]
-        monkeypatch.setattr("streamer.engine.device_memory.LOW_HOST_BYTES", 0)
-        monkeypatch.setattr(ThreadBackend, "host_available", lambda self: needs[BF16])
-        with pytest.raises(
-            MemoryError,
-            match=f"the moments: the host needs {needs[FP32]} bytes and has .* too few.: choose a smaller",
-        ) as caught:
-            streamer.AdamW(model.parameters())
-        held = sum(streamer.stats(model).host_bytes.values())
-        table = dict(line.split("  ", 1) for line in str(caught.value).replace("\n  ", "\n").splitlines()[1:])
-        host = {name: int(nbytes.replace(",", "")) for name, nbytes in table.items() if "b" not in nbytes}
-        assert host["needed"] == held + needs[FP32]
-        assert (host["held already"], host["free"]) == (held, needs[BF16])
-        assert host["exp_avg"] == host["exp_avg_sq"] == needs[FP32] // 2
-        assert "exp_avg" not in streamer.stats(model).host_bytes
-        optimizer = streamer.AdamW(model.parameters(), state_dtype=torch.bfloat16)
-        losses(model, optimizer, range(2))
-
-
 def test_an_optimizer_that_cannot_be_made_leaves_the_one_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     with bf16() as model:
         first = streamer.AdamW(model.parameters(), lr=1e-2, state_dtype="int8")

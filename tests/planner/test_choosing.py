@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import streamer
-from models.gpt2 import GPT
 from streamer.backends.base import Lane
 from streamer.backends.disk import Disks, Scratch
 from streamer.cli.config import Config, ConfigError, load_config, with_keys
@@ -26,7 +25,7 @@ from streamer.planner.measure import Tracker
 from streamer.planner.model import skeleton
 from streamer.planner.step import CONTEXT, GAPS, WORKING_SET, Prediction, StepPlan
 from streamer.store.ledger import SHARED, Room
-from tests.reference import VOCAB, assert_parity, batch, train, train_plain
+from tests.reference import assert_parity, batch, tiny_gpt, train, train_plain
 
 PREDICTION = Prediction(1.0, 1, {}, {Lane.H2D: 0.0})
 
@@ -148,7 +147,7 @@ CPU = Machine("cpu", 2 * 16 * MATRIX / 4, MATRIX, MATRIX, MATRIX, 1 << 40, 1 << 
 
 
 def test_a_skeleton_has_shapes_and_ties_but_no_values() -> None:
-    model = GPT(vocab_size=VOCAB, block_size=16, n_layer=2, n_head=2, n_embd=32)
+    model = tiny_gpt(2)
     model.register_buffer("counts", torch.zeros(3, dtype=torch.long))
     model.mask = torch.ones(2, 2)
     model.lm_head.weight.requires_grad_(False)
@@ -166,11 +165,6 @@ def test_a_skeleton_has_shapes_and_ties_but_no_values() -> None:
 # --- wrap ----------------------------------------------------------------------------------------------
 
 
-def gpt(layers: int = 3) -> GPT:
-    torch.manual_seed(0)
-    return GPT(vocab_size=VOCAB, block_size=16, n_layer=layers, n_head=2, n_embd=32)
-
-
 def wrapped_auto(model: nn.Module, **options: Any) -> Chosen:
     defaults = {
         "layers": "transformer.h",
@@ -185,7 +179,7 @@ def wrapped_auto(model: nn.Module, **options: Any) -> Chosen:
 
 
 def test_what_is_chosen_runs_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    model = gpt(2)
+    model = tiny_gpt(2)
     expected = train_plain(model, steps=3)
     drawn = torch.get_rng_state()
     with caplog.at_level("INFO", logger="streamer"):
@@ -211,7 +205,7 @@ def test_what_is_chosen_runs_and_is_told(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_what_is_given_is_kept() -> None:
-    model = gpt()
+    model = tiny_gpt()
     policies = ["keep", "recompute", "recompute"]
     chosen = wrapped_auto(model, activations=policies, num_slots="auto")
     streamer.unwrap(model)
@@ -221,7 +215,9 @@ def test_what_is_given_is_kept() -> None:
 
 @pytest.mark.parametrize("device_memory", ["460kB", "10MB"])
 def test_the_device_takes_what_was_planned(device_memory: str) -> None:
-    assert_device_takes_what_was_planned(gpt(), batch(0)[:, :-1], num_slots=2, device_memory=device_memory)
+    assert_device_takes_what_was_planned(
+        tiny_gpt(), batch(0)[:, :-1], num_slots=2, device_memory=device_memory
+    )
 
 
 def assert_device_takes_what_was_planned(model: nn.Module, tokens: torch.Tensor, **options: Any) -> Chosen:
@@ -247,7 +243,7 @@ PARTS = ("transformer.h.*.attn.*", "transformer.h.*.mlp.*")
 
 
 def test_where_nothing_fits_what_is_short_is_named() -> None:
-    model = gpt(2)
+    model = tiny_gpt(2)
     match = (
         r"the nearest are [^:]*: device_memory needs \d+ bytes and has 230000 bytes \(\d+ bytes too few\): "
     )
@@ -260,7 +256,7 @@ def test_where_nothing_fits_what_is_short_is_named() -> None:
 
 def test_an_example_refuses_a_step_that_does_not_fit_before_anything_is_changed() -> None:
     given = {"activations": "keep", "num_slots": 2, "micro_batch_size": None}
-    model = gpt(2)
+    model = tiny_gpt(2)
     before = [param.data_ptr() for param in model.parameters()]
     with pytest.raises(MemoryError, match="a step with 'keep' in all layers, 2 slots .*device_memory needs"):
         wrapped_auto(model, device_memory="230kB", **given)
@@ -271,7 +267,7 @@ def test_an_example_refuses_a_step_that_does_not_fit_before_anything_is_changed(
 
 
 def test_what_host_memory_has_no_room_for_is_planned_on_disk(tmp_path: Path) -> None:
-    model = gpt(8)
+    model = tiny_gpt(8)
     disk = Disks([tmp_path], partial(Scratch, direct_io=False))
     with pytest.raises(MemoryError, match=r"host_memory needs \d+ bytes .* and has 1600000 bytes"):
         wrapped_auto(model, num_slots=2, host_memory="1.6MB")
@@ -325,12 +321,12 @@ class Lookup(Stack):
 )
 def test_what_cannot_be_chosen_is_one_clear_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
-        wrapped_auto(**{"model": gpt(2)} | options)
+        wrapped_auto(**{"model": tiny_gpt(2)} | options)
     assert "\n" not in str(raised.value)
 
 
 def test_a_machine_may_be_given_by_name() -> None:
-    model = gpt(2)
+    model = tiny_gpt(2)
     slow = wrapped_auto(model, machine="laptop-8gb").plan.prediction.busy_seconds[Lane.COMPUTE]
     streamer.unwrap(model)
     fast = wrapped_auto(model, machine="h100-sxm").plan.prediction.busy_seconds[Lane.COMPUTE]
@@ -371,10 +367,7 @@ def test_a_config_is_settled_for_a_machine(config: Config) -> None:
     machine = replace(CPU, host_bytes=PROCESS_BYTES + (1 << 30), device_bytes=600_000)
     settled, chosen = settle(config, machine)
     assert chosen is not None
-    assert settled.stream == replace(
-        config.stream,
-        activations=chosen.choice.activations,
-    )
+    assert settled.stream == replace(config.stream, activations=chosen.choice.activations)
     planned = plan_run(settled, machine)
     assert planned.fits and planned.step == chosen.plan
     assert settle(settled, machine) == (settled, None)

@@ -21,12 +21,6 @@ UNIT = Machine("unit", 1.0, 1.0, 1.0, 1.0, 1 << 40, 1 << 40, device_bytes_per_se
 COMPUTE, H2D, D2H, HOST = Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST
 
 
-def test_common_machines_are_there() -> None:
-    wanted = ["rtx-3090", "rtx-4090", "rtx-5090", "a100-40gb", "a100-80gb", "h100-pcie", "h100-sxm"]
-    wanted += ["rtx-4060ti-16gb", "rtx-4080", "rtx-a6000", "t4", "l4", "a10g", "l40s", "dgx-spark"]
-    assert {*wanted, "h200", "gh200", "laptop-8gb"} <= set(MACHINES)
-
-
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_named_machine_is_complete_and_plausible(name: str, tmp_path: Path) -> None:
     found = machine(name)
@@ -96,17 +90,10 @@ host_bytes = 1
 """
 
 
-def test_the_least_file(tmp_path: Path) -> None:
-    path = tmp_path / "machine.toml"
-    path.write_text(LEAST)
-    assert load_machine(path) == Machine("least", 1e12, 1e9, 1e9, 1e9, 1, 1)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("[machine]", "[machines]", r"unknown table \[machines\]; did you mean 'machine'\?"),
-        ("[machine]", "x = 1\n[machine]", r"unknown table \[x\]; there are: machine, beside, measured"),
         ("[machine]", "beside = 1\n[machine]", r"beside must be a table: write \[beside\]"),
         (LEAST, "", r"there is no \[machine\]: use a file of streamer calibrate"),
         ("host_bytes = 1", "host_byte = 1", r"unknown key 'host_byte' in \[machine\]; did you mean 'host_b"),
@@ -117,12 +104,8 @@ def test_the_least_file(tmp_path: Path) -> None:
             "machine.h2d_bytes_per_second is missing: set it to a number above 0",
         ),
         ("= 1e12", "= 0", "machine.flops_per_second must be a number above 0, not 0"),
-        ("= 1e12", "= -1.0", "machine.flops_per_second must be a number above 0, not -1.0"),
         ("= 1e12", "= nan", "machine.flops_per_second must be a number above 0, not nan"),
-        ("= 1e12", "= inf", "machine.flops_per_second must be a number above 0, not inf"),
-        ("= 1e12", "= true", "machine.flops_per_second must be a number above 0, not true"),
         ("device_bytes = 1", "device_bytes = 1.5", "device_bytes must be an integer of 1 or more, not 1.5"),
-        ("device_bytes = 1", 'device_bytes = "1"', "device_bytes must be an integer of 1 or more, not"),
         ('"least"', '""', "machine.name must be a string that is not empty"),
         ('"least"', '"least"\nkind = "tpu"', 'machine.kind must be "cuda" or "cpu", not "tpu"'),
         ('"least"', '"least"\nseconds_per_op = -1', "seconds_per_op must be a number of 0 or more, not -1"),

@@ -35,6 +35,7 @@ from streamer.planner.step import (
     plan_step,
     predict_step,
 )
+from tests.reference import hugging_face
 
 CPU = Machine("cpu", 1e12, 1e10, 1e10, 1e10, 1 << 40, 1 << 40, kind="cpu")
 CUDA = replace(CPU, name="cuda", kind="cuda")
@@ -47,16 +48,7 @@ def gpt(*, layers: int = 4, dropout: float = 0.0) -> nn.Module:
 
 def llama() -> nn.Module:
     """Grouped keys and values, rotary positions, a gated MLP."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model: nn.Module = transformers.LlamaForCausalLM(config)
+    model: nn.Module = hugging_face(vocab_size=VOCAB, intermediate_size=48, num_hidden_layers=4)
     return model
 
 
@@ -163,11 +155,7 @@ def begin_plain(
     return wrapped(model).executor, lambda: model(inputs)
 
 
-def plan_plain(
-    layers: Iterable[Callable[[], nn.Module]],
-    batch: tuple[int, int],
-    **options: Any,
-) -> StepPlan:
+def plan_plain(layers: Iterable[Callable[[], nn.Module]], batch: tuple[int, int], **options: Any) -> StepPlan:
     """The plan of a forward and a backward of `begin_plain`."""
     executor, forward = begin_plain(layers, batch, **options)
     return plan_step(executor, lambda: forward().sum().backward())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from streamer.optim.state import parse_state_dtype
 from streamer.planner.machine import GIB, Machine
 from streamer.store.ledger import least_moments
 from streamer.store.purposes import MOMENTS, SAVED_INPUTS, SUMS, host_bytes
+from tests.reference import pairwise
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MACHINE = Machine("any", 1e12, 1e9, 1e9, 1e9, GIB, GIB)
@@ -138,27 +137,8 @@ class Case:
             param.requires_grad_(not FROZEN[self.frozen](number, name))
         return model
 
-    def pairs(self) -> set[tuple[Any, ...]]:
-        return set(itertools.combinations([(name, getattr(self, name)) for name in AXES], 2))
 
-
-def cases() -> list[Case]:
-    """Possible ones, always the same, so that every two values that can meet do so in one of them."""
-    choose = random.Random(0)
-    drawn = [Case(*map(choose.choice, AXES.values())) for _ in range(4000)]
-    drawn = [case for case in drawn if case.is_possible]
-    missing = set().union(*(case.pairs() for case in drawn))
-    chosen = []
-    for worth in (25, 12, 6, 3, 1):
-        for case in drawn:
-            if len(case.pairs() & missing) >= worth:
-                chosen.append(case)
-                missing -= case.pairs()
-    assert not missing
-    return chosen
-
-
-CASES = cases()
+CASES = pairwise(Case, AXES, lambda case: case.is_possible)
 
 
 class Counted:

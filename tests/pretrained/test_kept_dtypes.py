@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from streamer.engine.handle import home_of, wrapped
 from streamer.planner.machine import RTX_4090
 from tests import tiny_llama
 from tests.model_folders import FILE, differing, load, rewritten
-from tests.reference import VOCAB, in_turn
+from tests.reference import VOCAB, in_turn, unwrapping
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -112,13 +111,8 @@ def streamed_in(model: Any) -> dict[str, torch.dtype]:
     return {name: home.slice.dtype for name, home in homes.items() if home is not None}
 
 
-@contextmanager
-def loaded(folder: Path, **options: Any) -> Iterator[Any]:
-    model = load(folder, **options)
-    try:
-        yield model
-    finally:
-        streamer.unwrap(model)
+def loaded(folder: Path, **options: Any) -> AbstractContextManager[Any]:
+    return unwrapping(load(folder, **options))
 
 
 #: What of each model is in fp32 where the rest is in 16 bits.
@@ -255,12 +249,9 @@ def dtypes_there(folder: Path) -> dict[str, torch.dtype]:
 @pytest.mark.parametrize("has_weights", [True, False], ids=["with weights", "config alone"])
 def test_a_plan_counts_the_bytes_of_the_run(has_weights: bool, glm4: Path) -> None:
     dtypes, config = dtypes_there(glm4), load_config(config_of(glm4))
-    model = build_model(config)
-    try:
+    with unwrapping(build_model(config)) as model:
         assert streamed_in(model) == dtypes
         sizes = dict(wrapped(model).planned.host)
-    finally:
-        streamer.unwrap(model)
     if not has_weights:
         (glm4 / FILE).unlink()
     planned = plan_run(config, RTX_4090).step.host_bytes

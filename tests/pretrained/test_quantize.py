@@ -34,8 +34,8 @@ from streamer.quantized.schemes import SCHEMES
 from tests.model_folders import rewritten
 from tests.on_disk import least_of
 from tests.optim.masters import MASTER, master
-from tests.quantized import assert_equal, history, sizes
-from tests.reference import in_turn
+from tests.quantized import history, sizes
+from tests.reference import assert_equal, hugging_face, in_turn
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 pytestmark = pytest.mark.filterwarnings(
@@ -60,8 +60,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_llama(folder: Path, *, layers: int) -> Path:
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**sizes(128, layers))).to(BF16).save_pretrained(folder)
+    hugging_face(**sizes(128, layers)).to(BF16).save_pretrained(folder)
     return folder
 
 
@@ -224,12 +223,7 @@ def adapt_what_is_frozen(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "place"),
-    [
-        ("fp4", "memory"),
-        ("fp8", "memory"),
-        ("nf4, scales in 8 bits", "files"),
-        ("torchao", "files"),
-    ],
+    [("fp4", "memory"), ("fp8", "memory"), ("nf4, scales in 8 bits", "files"), ("torchao", "files")],
 )
 def test_a_folder_that_is_quantized_already(kind: str, place: str, llama: Path, tmp_path: Path) -> None:
     store, quantization = STORED[kind]

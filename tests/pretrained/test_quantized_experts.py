@@ -18,33 +18,31 @@ from transformers.core_model_loading import Interleave
 
 import streamer
 from streamer.backends.base import Lane
-from streamer.backends.virtual import VirtualBackend
-from streamer.engine.handle import wrapped
-from streamer.planner.machine import RTX_4090
-from streamer.planner.step import ROUNDING, StepPlan, plan_step
+from streamer.planner.step import ROUNDING
 from streamer.quantized.schemes import SCHEMES
 from tests.model_folders import rewritten
 from tests.pretrained.experts import (
     ATTENTION,
     STACKS,
     adapt,
+    assert_planned,
     assert_same_experts,
+    assert_saved,
     experts_of,
+    planned,
     streamed,
     trains_alike_on_disk,
     with_rules,
 )
 from tests.pretrained.test_quantize import CONFIGS, refused, stored_in_fp8, take_adapters
 from tests.quantized import (
-    assert_equal,
-    bytes_moved,
     history,
     logits,
     nothing_is_packed,
     sizes,
     trained,
-    whole_step,
 )
+from tests.reference import assert_equal
 
 __all__ = ["nothing_is_packed"]
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -69,23 +67,20 @@ OF_EXPERTS = {
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in bf16."""
     name = getattr(request, "param", "mixtral")
+    return written(tmp_path_factory.mktemp(name), name, layers=2)
+
+
+def written(folder: Path, name: str, *, layers: int) -> Path:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **sizes(64, 2) | {"num_experts_per_tok": 2} | OF_EXPERTS[name])
-    folder = tmp_path_factory.mktemp(name)
-    AutoModelForCausalLM.from_config(config).to(BF16).save_pretrained(folder)
+    shape = sizes(64, layers) | {"num_experts_per_tok": 2} | OF_EXPERTS[name]
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **shape)).to(BF16).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in bf16 with more layers than the buffers take through which weights are read from disk."""
-    torch.manual_seed(0)
-    shape = sizes(64, 6) | {"num_experts_per_tok": 2} | OF_EXPERTS["mixtral"]
-    folder = tmp_path_factory.mktemp("deep")
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **shape)).to(BF16).save_pretrained(
-        folder
-    )
-    return folder
+    return written(tmp_path_factory.mktemp("deep"), "mixtral", layers=6)
 
 
 @pytest.fixture(params=WORDS)
@@ -162,30 +157,9 @@ def test_quantized_experts_lie_on_disk(word: str, deep: Path, tmp_path: Path) ->
     trains_alike_on_disk(deep, str(tmp_path), quantize=word)
 
 
-def planned(folder: Path, word: str | None, **options: Any) -> StepPlan:
-    model = streamed(folder, quantize=word, device=None, backend=VirtualBackend(RTX_4090), **options)  # type: ignore[arg-type]
-    optimizer = streamer.AdamW(trained(model))
-    plan = plan_step(wrapped(model).executor, lambda: whole_step(model, optimizer, "meta"))
-    streamer.unwrap(model)
-    return plan
-
-
 def test_a_plan_has_every_byte(word: str, mixture: Path) -> None:
-    plan = planned(mixture, word)
-    model = streamed(mixture, quantize=word)
-    optimizer = streamer.AdamW(trained(model))
-    for _ in range(2):
-        whole_step(model, optimizer, "cpu")
-    moved = bytes_moved(model, lambda: whole_step(model, optimizer, "cpu"))
-    held = streamer.stats(model)
-    of_layer = wrapped(model).executor.units[0].layout.nbytes
-    streamer.unwrap(model)
-    assert {owner: nbytes for owner, nbytes in held.host_bytes.items() if nbytes} == dict(plan.host_bytes)
-    assert held.device_bytes["weight slots"] == plan.device_bytes["weight slots"] == 2 * of_layer
-    for lane in (Lane.H2D, Lane.D2H):
-        assert moved[lane] == plan.prediction.moved_bytes[lane]
     codes = (3 * 4 * 64 * 96 + 4 * 64 * 64 - 2 * 32 * 64) * (1 if word == "int8" else 0.5)
-    assert codes < of_layer < 1.4 * codes
+    assert codes < assert_planned(mixture, quantize=word) < 1.4 * codes
 
 
 def test_values_of_experts_are_in_a_plan(word: str, mixture: Path) -> None:
@@ -193,7 +167,7 @@ def test_values_of_experts_are_in_a_plan(word: str, mixture: Path) -> None:
     peak of an exact layer, less its weights, may be at another moment."""
     stacks = 2 * 3 * 4 * 64 * 96
     for activations, graphs in (("recompute", 1), ("keep", 2)):
-        exact, quantized = (planned(mixture, each, activations=activations) for each in (None, word))
+        exact, quantized = (planned(mixture, quantize=each, activations=activations) for each in (None, word))
         held = [sum(plan.device_bytes.values()) - plan.device_bytes[ROUNDING] for plan in (exact, quantized)]
         more = held[1] - held[0]
         slots = exact.device_bytes["weight slots"] - quantized.device_bytes["weight slots"]
@@ -301,20 +275,7 @@ def test_skipped_weights_stay_exact(word: str, mixture: Path) -> None:
 
 
 def test_a_checkpoint_and_the_adapters(word: str, mixture: Path, tmp_path: Path) -> None:
-    model = streamed(mixture, quantize=word)
-    optimizer = streamer.AdamW(trained(model), lr=1e-2)
-    whole_step(model, optimizer, "cpu")
-    streamer.save(model, optimizer, tmp_path / "whole", step=1)
-    model.save_pretrained(tmp_path / "adapters")
-    expected = logits(model)
-    streamer.unwrap(model)
-    again = streamed(mixture, quantize=word)
-    streamer.load(again, streamer.AdamW(trained(again)), tmp_path / "whole")
-    assert torch.equal(logits(again), expected)
-    streamer.unwrap(again)
-    base = streamer.unwrap(streamed(mixture, quantize=word, adapt=None))
-    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", autocast_adapter_dtype=False)
-    assert torch.equal(logits(adapted), expected)
+    assert_saved(mixture, tmp_path, quantize=word)
 
 
 def test_a_whole_model_is_not_saved_by_transformers(

@@ -223,6 +223,21 @@ def everyone(machines: int | str | None = None) -> Any:
     return init_device_mesh("cpu", (machines, dist.get_world_size() // machines))
 
 
+def wrap_model(made: nn.Module | None = None, machines: int | str | None = None, **options: Any) -> Any:
+    """A model, or ``made``, wrapped by all ranks: see `everyone`."""
+    options = {"layers": "layers", "process_group": everyone(machines)} | options
+    if "backend" not in options:
+        options = {"device": "cpu"} | options
+    return streamer.wrap(model() if made is None else made, **options)
+
+
+def a_step(made: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
+    """One backward of a rank's part, and the update."""
+    backward(made, step, rank, 1, None)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def train(
     rank: int, size: int, cases: Mapping[str, Case], machines: int | str | None = None
 ) -> dict[str, Any]:

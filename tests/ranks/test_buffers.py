@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 import streamer
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import model
+from tests.ranks.programs import model, wrap_model
 
 
 def buffers_of(rank: int) -> dict[str, list[float]]:
@@ -19,7 +18,7 @@ def buffers_of(rank: int) -> dict[str, list[float]]:
     edges.view(-1)[rank : rank + 3] = rank + 1.0
     made.register_buffer("edges", edges.to_sparse())
     made.layers[1].register_buffer("edges", made.edges * 2)
-    wrapped = streamer.wrap(made, layers="layers", device="cpu", process_group=dist.group.WORLD)
+    wrapped = wrap_model(made)
     found = {name: buffer.to_dense().tolist() for name, buffer in wrapped.named_buffers()}
     streamer.unwrap(wrapped)
     return found

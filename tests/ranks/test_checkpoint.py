@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import streamer
 from streamer.checkpoint import save
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Arrays, arrays, backward, equal, everyone, model
+from tests.ranks.programs import Arrays, a_step, arrays, equal, everyone, model, wrap_model
 
 BF16 = {"dtype": torch.bfloat16}
 
@@ -125,7 +124,7 @@ def test_machines_that_divide_the_state_save_and_load_as_others_do(tmp_path: Pat
 
 
 def fails(rank: int, folder: str, machines: str | None = None) -> str:
-    wrapped = streamer.wrap(model(), layers="layers", device="cpu", process_group=everyone(machines))
+    wrapped = wrap_model(machines=machines)
     answers = []
     for write in (
         lambda: streamer.save(wrapped, None, folder, step=0),
@@ -150,15 +149,10 @@ def test_all_ranks_know_that_a_checkpoint_could_not_be_written(tmp_path: Path) -
         assert (folder / "good" / "manifest.json").is_file()
 
 
-def saves(
-    rank: int,
-    folder: str,
-    machines: str | None,
-    before: partial[None] | None = None,
-) -> list[str]:
+def saves(rank: int, folder: str, machines: str | None, before: partial[None] | None = None) -> list[str]:
     """Save, ``before`` being called before its rank writes a file: the names of the files that this rank has
     written, or the error."""
-    made = streamer.wrap(model(), layers="layers", device="cpu", process_group=everyone(machines), **BF16)
+    made = wrap_model(machines=machines, **BF16)
     written: list[str] = []
     write = save.write_tensors
 
@@ -243,9 +237,7 @@ def test_machines_must_share_the_folder(tmp_path: Path) -> None:
 
 def saves_beside_backward(rank: int, folder: str) -> Arrays:
     """Save while layers are updated in the next backward, the writer being late: what was there."""
-    made = streamer.wrap(
-        model(), layers="layers", device="cpu", update="backward", process_group=dist.group.WORLD, **BF16
-    )
+    made = wrap_model(update="backward", **BF16)
     optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
     write = save.write_tensors
 
@@ -256,9 +248,7 @@ def saves_beside_backward(rank: int, folder: str) -> Arrays:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(save, "write_tensors", write_late)
         for step in range(3):
-            backward(made, step, rank, 1, None)
-            optimizer.step()
-            optimizer.zero_grad()
+            a_step(made, optimizer, step, rank)
             if step == 1:
                 there = held(made, optimizer)
                 saved = streamer.save(made, optimizer, folder, step=1, block=False)

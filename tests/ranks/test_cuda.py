@@ -20,7 +20,7 @@ from streamer.engine.handle import wrapped
 from streamer.engine.schedule.op import OpKind
 from streamer.store.layout import ALIGN_BYTES
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Arrays, Case, backward, model, train, train_alone
+from tests.ranks.programs import Arrays, Case, a_step, model, train, train_alone
 
 CASES: dict[str, Case] = {
     "fp32": (1, {"device": "cuda"}, {}),
@@ -53,9 +53,7 @@ def gather_on(rank: int, store: str, answers: Any) -> None:
         )
         optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
         for step in range(3):
-            backward(made, step, rank, 1, None)
-            optimizer.step()
-            optimizer.zero_grad()
+            a_step(made, optimizer, step, rank)
         streamer.synchronize(made)
         records = [record.op for record in wrapped(made).executor.issuer.trace.records()]
         moved = sum(op.nbytes for op in records if op.kind is OpKind.UNSHARD and op.unit >= 0)

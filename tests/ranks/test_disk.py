@@ -27,8 +27,8 @@ from tests.ranks.programs import (
     BACKWARD,
     BF16,
     Case,
+    a_step,
     arrays,
-    backward,
     differing,
     equal,
     everyone,
@@ -222,9 +222,7 @@ def look(rank: int, folder: str) -> list[Any]:
         optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
         held = made.layers[0].up.weight.detach() if rank == 0 else None
         for step in range(2):
-            backward(made, step, rank, 1, None)
-            optimizer.step()
-            optimizer.zero_grad()
+            a_step(made, optimizer, step, rank)
             if rank == 0:
                 answers.append(arrays(dict(made.named_parameters())))
                 answers.append(arrays(copy.deepcopy(made).state_dict()))

@@ -30,7 +30,7 @@ from streamer.store.purposes import of_all_ranks
 from tests.pretrained import test_in_place as in_place
 from tests.ranks import test_disk
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Arrays, backward, equal, model
+from tests.ranks.programs import Arrays, a_step, backward, equal, model
 from tests.ranks.test_checkpoint import held
 from tests.ranks.test_disk import ALL, BF16, CHUNK, STATE, disks, in_group, world
 
@@ -98,11 +98,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def steps_of(made: torch.nn.Module, optimizer: streamer.AdamW, rank: int) -> Callable[[], None]:
     def step() -> None:
-        backward(made, 0, rank, 1, None)
-        optimizer.step()
-        optimizer.zero_grad()
+        a_step(made, optimizer, 0, rank)
 
     return step
+
+
+def ops_of(made: torch.nn.Module) -> tuple[Counter[str], Counter[str]]:
+    """By op, how many and their bytes."""
+    records = [record.op for record in wrapped(made).executor.issuer.trace.records()]
+    nbytes = Counter[str]()
+    for op in records:
+        nbytes[op.kind.value] += op.nbytes
+    return Counter(str(op) for op in records if str(op) != "SYNC"), nbytes
 
 
 def train(rank: int, folder: str, options: dict[str, Any]) -> Any:
@@ -119,11 +126,7 @@ def train(rank: int, folder: str, options: dict[str, Any]) -> Any:
     for _ in range(2):
         step()
     streamer.synchronize(made)
-    records = [record.op for record in executor.issuer.trace.records()]
-    ops, nbytes = Counter(map(str, records)), Counter[str]()
-    for op in records:
-        nbytes[op.kind.value] += op.nbytes
-    del ops["SYNC"]
+    ops, nbytes = ops_of(made)
     scratches = {*executor.store.scratch.values()}
     allocated = sum(scratch.allocated_bytes for scratch in scratches)  # type: ignore[attr-defined]
     on_host, there = executor.host_bytes(), executor.disk_bytes()
@@ -146,11 +149,7 @@ def planned_on(
     step = steps_of(made, streamer.AdamW(made.parameters(), lr=1e-2), 0)
     for _ in range(2):
         step()
-    records = [record.op for record in wrapped(made).executor.issuer.trace.records()]
-    ops, nbytes = Counter(map(str, records)), Counter[str]()
-    for op in records:
-        nbytes[op.kind.value] += op.nbytes
-    del ops["SYNC"]
+    ops, nbytes = ops_of(made)
     return made, step, ops, nbytes
 
 
@@ -262,9 +261,7 @@ def faulty(rank: int, folder: str, fault: Callable[[str], None], **options: Any)
     made = streamer.wrap(model(layers=ALL), **{"layers": "layers", "device": "cpu", **given})
     optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
     for step in range(4):
-        backward(made, step, rank, 1, None)
-        optimizer.step()
-        optimizer.zero_grad()
+        a_step(made, optimizer, step, rank)
         if step == 0:
             streamer.synchronize(made)
             dist.barrier()

@@ -16,31 +16,18 @@ from streamer.engine.schedule.op import OpKind
 from streamer.errors import RanksError
 from streamer.store.layout import ALIGN_BYTES
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import (
-    BF16,
-    Arrays,
-    arrays,
-    backward,
-    equal,
-    everyone,
-    model,
-    part,
-)
+from tests.ranks.programs import BF16, Arrays, a_step, arrays, backward, equal, model, part, wrap_model
 
 
 def copies(rank: int) -> tuple[list[tuple[int, str, int]], list[int]]:
     """What ranks bring to their slots in a step after the first: unit, kind and bytes; each layer's bytes."""
-    made = streamer.wrap(
-        model(layers=4), layers="layers", device="cpu", process_group=everyone(), gather_weights=True, **BF16
-    )
+    made = wrap_model(model(layers=4), gather_weights=True, **BF16)
     optimizer = streamer.AdamW(made.parameters())
     executor = wrapped(made).executor
     for step in range(2):
         streamer.synchronize(made)
         before = len(executor.issuer.trace.records())
-        backward(made, step, rank, 1, None)
-        optimizer.step()
-        optimizer.zero_grad()
+        a_step(made, optimizer, step, rank)
     streamer.synchronize(made)
     kinds = (OpKind.UNSHARD, OpKind.ALL_GATHER)
     found = [
@@ -70,15 +57,11 @@ def with_holder(rank: int) -> tuple[Arrays, Arrays]:
     """The first rank alone holds the memory of a weight, so that it copies the layer anew; or nobody does."""
     ends = []
     for holds in (False, True):
-        made = streamer.wrap(
-            model(), layers="layers", device="cpu", num_slots=3, process_group=everyone(), gather_weights=True
-        )
+        made = wrap_model(num_slots=3, gather_weights=True)
         optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
         held = made.layers[1].up.weight.data if holds and not rank else None
         for step in range(3):
-            backward(made, step, rank, 1, None)
-            optimizer.step()
-            optimizer.zero_grad()
+            a_step(made, optimizer, step, rank)
         if held is not None:
             streamer.synchronize(made)
             assert torch.equal(held, made.layers[1].up.weight)
@@ -95,20 +78,11 @@ def train_writing(rank: int, *, gathers: bool) -> Arrays:
     """What is resident is written after a step, and seen by the next forward only if it is copied anew: by a
     function that tells of it, and through memory that each rank holds, which the first one writes."""
     made = model(frozen=True)
-    made = streamer.wrap(
-        made,
-        layers="layers",
-        device="cpu",
-        num_slots=3,
-        process_group=everyone(),
-        gather_weights=gathers,
-    )
+    made = wrap_model(made, num_slots=3, gather_weights=gathers)
     optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
     held = made.layers[0].up.weight.data  # type: ignore[union-attr, index]
     for step in range(3):
-        backward(made, step, rank, 1, None)
-        optimizer.step()
-        optimizer.zero_grad()
+        a_step(made, optimizer, step, rank)
         streamer.synchronize(made)
         with torch.no_grad():
             made.layers[1].up.weight.mul_(0.5)  # type: ignore[union-attr, index]
@@ -139,14 +113,7 @@ def looking(rank: int) -> list[Arrays]:
 
 
 def train_looking(rank: int, num_slots: int, *, looks: bool) -> Arrays:
-    made = streamer.wrap(
-        model(),
-        layers="layers",
-        num_slots=num_slots,
-        process_group=everyone(),
-        gather_weights=True,
-        backend=ThreadBackend(poison=True),
-    )
+    made = wrap_model(num_slots=num_slots, gather_weights=True, backend=ThreadBackend(poison=True))
     optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
     seen: list[torch.Tensor] = []
 
@@ -182,9 +149,7 @@ def test_one_rank_alone_may_look() -> None:
 
 def going_forward(rank: int) -> str:
     """One rank alone begins a step."""
-    made = streamer.wrap(
-        model(), layers="layers", device="cpu", process_group=everyone(), gather_weights=True
-    )
+    made = wrap_model(gather_weights=True)
     try:
         if rank:
             made(part(0, rank))
@@ -205,15 +170,7 @@ def with_budget(rank: int) -> tuple[list[int], Arrays]:
     """The second rank has twice as long a batch, and room for fewer slots: their number after each step."""
     made = model(layers=6)
     nbytes = sum(param.nbytes for param in made.layers[0].parameters())
-    made = streamer.wrap(
-        made,
-        layers="layers",
-        device="cpu",
-        activations="keep",
-        device_memory=16 * nbytes,
-        process_group=everyone(),
-        gather_weights=True,
-    )
+    made = wrap_model(made, activations="keep", device_memory=16 * nbytes, gather_weights=True)
     optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
     slots = []
     for step in range(4):

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import streamer
 from tests.ranks.common import listening, run_ranks
 from tests.ranks.programs import Arrays, arrays
+from tests.reference import hugging_face
 
 REQUIRED = ("transformers", "accelerate", "lightning", "torchao", "bitsandbytes")
 STEPS, BATCH, TIME, WORDS = 2, 4, 8, 32
@@ -36,11 +37,7 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 
 
 def wrapped(size: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, max_position_embeddings=TIME, **shape))
+    model = hugging_face(vocab_size=WORDS, max_position_embeddings=TIME)
     group = {"process_group": dist.group.WORLD} if size > 1 else {}
     return streamer.wrap(model, layers="model.layers", device="cpu", host_threads=1, **group)
 

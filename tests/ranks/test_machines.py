@@ -24,7 +24,18 @@ from streamer.engine.handle import wrapped
 from streamer.errors import RanksError
 from streamer.model import move_in
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import Arrays, Case, arrays, backward, equal, everyone, model, train
+from tests.ranks.programs import (
+    Arrays,
+    Case,
+    a_step,
+    arrays,
+    backward,
+    equal,
+    everyone,
+    model,
+    train,
+    wrap_model,
+)
 from tests.ranks.test_equal import (
     ALL,
     agree_and_have_the_gradient_of_one_process,
@@ -70,9 +81,7 @@ def of_first(rank: int, forms: Mapping[int | str, torch.dtype | None]) -> list[A
         with torch.no_grad():
             for value in (*other.parameters(), other.scale):
                 value.add_(rank)
-        streamed = streamer.wrap(
-            other, layers="layers", device="cpu", process_group=everyone(machines), dtype=dtype
-        )
+        streamed = wrap_model(other, machines=machines, dtype=dtype)
         found.append(arrays(streamer.unwrap(streamed).state_dict()))
     return found
 
@@ -106,9 +115,7 @@ def skipping(rank: int) -> list[tuple[Arrays, int]]:
 
 def skip(rank: int, update: str, machines: int | str | None) -> tuple[Arrays, int]:
     """In the second step one element of the last rank's gradient of one layer is not a number."""
-    made = streamer.wrap(
-        model(), layers="layers", device="cpu", update=update, process_group=everyone(machines)
-    )
+    made = wrap_model(machines=machines, update=update)
     optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
     down = made.layers[1].down
     factor = torch.ones_like(down.weight)
@@ -124,9 +131,7 @@ def skip(rank: int, update: str, machines: int | str | None) -> tuple[Arrays, in
             down.forward = with_other_gradient
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            backward(made, step, rank, 1, None)
-            optimizer.step()
-        optimizer.zero_grad()
+            a_step(made, optimizer, step, rank)
         if step == 1:
             del down.forward
     streamer.synchronize(made)
@@ -222,15 +227,11 @@ def divide(rank: int, machines: str, cases: Mapping[str, Case]) -> tuple[dict[st
 
 def look(rank: int, machines: str) -> dict[str, Any]:
     """What is shown of a state that is divided, and what becomes of writing it."""
-    made = streamer.wrap(
-        model(), layers="layers", device="cpu", dtype=torch.bfloat16, process_group=everyone(machines)
-    )
+    made = wrap_model(machines=machines, dtype=torch.bfloat16)
     optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
 
     def step(number: int) -> None:
-        backward(made, number, rank, 1, None)
-        optimizer.step()
-        optimizer.zero_grad()
+        a_step(made, optimizer, number, rank)
 
     step(0)
     executor = wrapped(made).executor
@@ -279,7 +280,7 @@ def train_as_replicas_do(replicas: list[dict[str, Any]], machines: str, cases: M
 
 
 def waits(rank: int) -> list[int]:
-    made = streamer.wrap(model(), layers="layers", device="cpu", process_group=everyone(2))
+    made = wrap_model(machines=2)
     if not rank:
         time.sleep(4)
     found = wrapped(made).executor.ranks.exchange("the end of a long write", rank, patient=True)
@@ -292,13 +293,9 @@ def test_a_machine_that_writes_for_longer_than_the_timeout_is_waited_for() -> No
 
 
 def reads_alone(rank: int) -> str:
-    made = streamer.wrap(
-        model(), layers="layers", device="cpu", dtype=torch.bfloat16, process_group=everyone("ab")
-    )
+    made = wrap_model(machines="ab", dtype=torch.bfloat16)
     optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
-    backward(made, 0, rank, 1, None)
-    optimizer.step()
-    optimizer.zero_grad()
+    a_step(made, optimizer, 0, rank)
     store = dist.distributed_c10d._get_default_store()
     try:
         if rank:
@@ -334,13 +331,7 @@ def wrap_fails_late(rank: int) -> tuple[str, list[str], Arrays]:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
-            streamer.wrap(
-                made,
-                layers="layers",
-                device="cpu",
-                dtype=torch.bfloat16,
-                process_group=everyone("ab"),
-            )
+            wrap_model(made, machines="ab", dtype=torch.bfloat16)
         except (OSError, RanksError) as error:
             return str(error), [str(each.message) for each in told], arrays(made.state_dict())
     return "", [], {}

@@ -20,7 +20,7 @@ from streamer.planner.machine import BY_HOST, BY_PCIE, NVLINK, Machine
 from streamer.planner.step import StepPlan, plan_step, predict_step
 from streamer.store.ledger import WEIGHT_SLOTS
 from tests.ranks.common import run_ranks
-from tests.ranks.programs import backward, everyone, model
+from tests.ranks.programs import a_step, everyone, model
 
 RANKS = 2
 CPU = Machine("cpu", 1e12, 1e10, 1e10, 1e10, 1 << 40, 1 << 40, kind="cpu")
@@ -42,9 +42,7 @@ def ready(rank: int, options: dict[str, Any], **beside: Any) -> tuple[torch.nn.M
     optimizer = streamer.AdamW(made.parameters())
 
     def step() -> None:
-        backward(made, 0, rank, 1, None)
-        optimizer.step()
-        optimizer.zero_grad()
+        a_step(made, optimizer, 0, rank)
 
     return made, step
 

@@ -22,7 +22,7 @@ from streamer.store.purposes import (
     WEIGHTS,
     host_bytes,
 )
-from streamer.store.shard import HostShard, streamed
+from streamer.store.shard import HostShard
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16, FP16)
@@ -101,14 +101,6 @@ def test_streamed_weight_is_the_rounded_master(dtype: torch.dtype) -> None:
     assert torch.equal(slice.view(shard.weight), values.to(dtype))
 
 
-def test_bf16_ties_round_away_from_zero() -> None:
-    shard, slice = one(BF16, shape=(4,))
-    ties = torch.tensor([0x3F808000, 0x3F818000], dtype=torch.int32).view(FP32)
-    shard.load(slice, torch.cat([ties, -ties]))
-    away = torch.tensor([0x3F81, 0x3F82], dtype=torch.int16).view(BF16)
-    assert torch.equal(slice.view(shard.weight), torch.cat([away, -away]))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_loading_the_streamed_dtype_gives_itself(dtype: torch.dtype) -> None:
     shard, slice = one(dtype)
@@ -134,14 +126,6 @@ def test_a_weight_that_was_written_is_the_master_and_others_keep_theirs(dtype: t
         half = torch.finfo(dtype).eps / 2 if dtype == BF16 else 0.0
         torch.testing.assert_close(exact[20:], written[20:].to(FP32), rtol=half, atol=0)
     assert torch.equal(shard.values(slice, dtype), weight), "in its own dtype it is what runs"
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_masters_are_streamed_as_load_rounds_them(dtype: torch.dtype) -> None:
-    shard, slice = one(dtype)
-    values = random_patterns((40, 50))
-    shard.load(slice, values)
-    assert same(streamed(values, dtype), slice.view(shard.weight))
 
 
 def test_double_precision_is_rounded_once() -> None:
@@ -181,20 +165,6 @@ MANY = (
     layout_of(FP32, BF16, frozen=2),
     layout_of(FP32, FP16, frozen=1),
 )
-
-
-@pytest.mark.parametrize(
-    ("state_dtype", "held"), [(FP32, 12.0), (BF16, 8.0), (torch.int8, 6 + 8 / 256)], ids=str
-)
-def test_bytes_of_a_bf16_parameter_beside_its_gradient(state_dtype: torch.dtype, held: float) -> None:
-    layout = layout_of(BF16, shape=(64, 64))
-    assert sum(host_bytes([layout], (*MODEL, *MOMENTS[state_dtype])).values()) == held * 64 * 64
-    assert host_bytes([layout], [GRADIENTS, SUMS]) == {"gradients": 2 * 64 * 64, "gradient sums": 4 * 64 * 64}
-
-
-def test_purposes_that_take_nothing_are_left_out() -> None:
-    assert list(store_of(layout_of(FP32)).bytes_by_purpose()) == ["weights", "gradients"]
-    assert list(store_of(layout_of(FP16)).bytes_by_purpose()) == ["weights", "fp32 masters", "gradients"]
 
 
 def test_shards_are_aligned_and_apart() -> None:

@@ -6,15 +6,15 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from streamer.backends.direct_io import ScratchFile, System
 from streamer.backends.host_memory import groups
+from tests.on_disk import folder
 
+__all__ = ["folder"]
 HOME = Path(__file__).parent.parent.parent.parent
 MIB = 1 << 20
 #: Beside the model: PyTorch's temporaries of a layer, and Python's own.
@@ -71,21 +71,6 @@ groups.cache_clear()  # no process changes its group in the middle of a run
 print(json.dumps(train(640, 20, 2, host_memory=budget, disk=folder)), flush=True)
 train(640, 20, 2)
 """
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """On a file system with direct I/O."""
-    why_not = []
-    for parent in (None, HOME):
-        with tempfile.TemporaryDirectory(dir=parent) as name:
-            file = ScratchFile(name, system=System())
-            file.close()
-            if not file.why_not:
-                yield Path(name)
-                return
-            why_not.append(f"{file}: {file.why_not}")
-    pytest.skip("; ".join(why_not))
 
 
 @pytest.fixture

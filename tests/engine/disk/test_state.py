@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -20,7 +18,7 @@ import streamer
 from streamer.engine.handle import wrapped
 from streamer.store.ledger import UNLIMITED
 from tests.on_disk import Model, copied, disks, end_of, least_budget, loss_of, small_chunks
-from tests.reference import assert_equal
+from tests.reference import assert_equal, pairwise, streamed
 
 __all__ = ["small_chunks"]
 
@@ -82,31 +80,6 @@ CHOICES: dict[str, Sequence[Any]] = {
 }
 
 
-def covering() -> list[Case]:
-    """Cases in which every two choices that go together meet: of random ones at each turn the one with most
-    pairs that are new."""
-    draw = random.Random(0)
-
-    def a_case() -> Case:
-        while True:
-            case = Case(**{name: draw.choice(of) for name, of in CHOICES.items()})
-            if case.is_legal():
-                return case
-
-    bits: dict[tuple[Any, ...], int] = {}
-
-    def pairs(case: Case) -> int:
-        named = [(name, getattr(case, name)) for name in CHOICES]
-        return sum(1 << bits.setdefault(pair, len(bits)) for pair in itertools.combinations(named, 2))
-
-    pairs_of = {case: pairs(case) for case in (a_case() for _ in range(2000))}
-    left, cases = (1 << len(bits)) - 1, []
-    while left:
-        cases.append(max(pairs_of, key=lambda case: (pairs_of[case] & left).bit_count()))
-        left &= ~pairs_of[cases[-1]]
-    return cases
-
-
 @cache
 def budgets(update: str, dtype: torch.dtype, tied: bool, frozen: bool) -> tuple[int, int]:
     """The least budget that there may be, and bytes of host memory without a disk and with fp32 moments."""
@@ -120,19 +93,16 @@ def budgets(update: str, dtype: torch.dtype, tied: bool, frozen: bool) -> tuple[
     return least, most
 
 
-@contextmanager
-def wrapped_as(case: Case, folder: Path | None) -> Iterator[nn.Module]:
+def wrapped_as(case: Case, folder: Path | None) -> AbstractContextManager[nn.Module]:
     """The case's model, with state on disk in ``folder`` or all of it in host memory."""
     options: dict[str, Any] = {}
     if folder is not None:
         least, most = budgets(case.update, case.dtypes[0], case.tied, case.frozen)
         given = {"": None, "some": (least + most) // 2, "least": least}[case.budget]
         options = {"host_memory": given, "disk": disks(folder, case.folders)}
-    model = Model(tied=case.tied, frozen=case.frozen)
-    streamer.wrap(
-        model,
+    return streamed(
+        Model(tied=case.tied, frozen=case.frozen),
         layers="layers",
-        device="cpu",
         dtype=case.dtypes[0],
         update=case.update,
         grad_dtype=case.grad_dtype,
@@ -141,10 +111,6 @@ def wrapped_as(case: Case, folder: Path | None) -> Iterator[nn.Module]:
         micro_batch_size=case.micro_batch_size,
         **options,
     )
-    try:
-        yield model
-    finally:
-        streamer.unwrap(model)
 
 
 def adamw(case: Case, model: nn.Module) -> streamer.AdamW:
@@ -198,7 +164,7 @@ def trained(case: Case, folder: Path | None) -> list[dict[str, Any]]:
 in_memory = cache(partial(trained, folder=None))
 
 
-@pytest.mark.parametrize("case", covering(), ids=str)
+@pytest.mark.parametrize("case", pairwise(Case, CHOICES, Case.is_legal), ids=str)
 def test_results_are_those_of_host_memory_alone(case: Case, tmp_path: Path) -> None:
     expected = in_memory(replace(case, budget="", folders=1))
     assert_equal(trained(case, tmp_path), expected)

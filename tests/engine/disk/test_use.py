@@ -29,7 +29,7 @@ from streamer.errors import DiskError
 from streamer.store.on_disk import RING
 from streamer.store.weights_on_disk import WEIGHT_BUFFERS
 from tests.on_disk import Model, a_step, adamw, copied, disks, end_of, least_budget, loss_of, small_chunks
-from tests.reference import assert_equal
+from tests.reference import assert_equal, unwrapping
 
 __all__ = ["small_chunks"]
 
@@ -54,11 +54,8 @@ def wrap(folder: Path | None, room: int = 0, model: nn.Module | None = None, **o
 
 
 def results(folder: Path | None, run: Callable[[nn.Module, Path | None], Any], **options: Any) -> Any:
-    model = wrap(folder, **options)
-    try:
+    with unwrapping(wrap(folder, **options)) as model:
         return run(model, folder)
-    finally:
-        streamer.unwrap(model)
 
 
 # checkpoints
@@ -67,18 +64,10 @@ def results(folder: Path | None, run: Callable[[nn.Module, Path | None], Any], *
 # bytes of host memory beyond the least: 0 has all weights of layers on disk too, None has no disk
 @pytest.mark.parametrize(
     ("saved_on", "loaded_on", "block", "state_dtype"),
-    [
-        (0, None, False, "int8"),
-        (None, 0, True, BF16),
-        (0, 400_000, False, FP32),
-    ],
+    [(0, None, False, "int8"), (None, 0, True, BF16), (0, 400_000, False, FP32)],
 )
 def test_saved_on_one_placement_and_loaded_on_another(
-    tmp_path: Path,
-    saved_on: int | None,
-    loaded_on: int | None,
-    block: bool,
-    state_dtype: torch.dtype | str,
+    tmp_path: Path, saved_on: int | None, loaded_on: int | None, block: bool, state_dtype: torch.dtype | str
 ) -> None:
     def placed(room: int | None) -> nn.Module:
         return wrap(None if room is None else tmp_path, room or 0)
@@ -457,9 +446,7 @@ def test_moments_without_room_for_the_ring_are_refused(tmp_path: Path) -> None:
         streamer.unwrap(model)
 
 
-@pytest.mark.parametrize(
-    ("room", "update"), [(0, "step"), (100_000, "backward"), (400_000, "step"), (1_000_000, "backward")]
-)
+@pytest.mark.parametrize(("room", "update"), [(0, "step"), (100_000, "backward")])
 def test_planned_bytes_are_held_bytes(tmp_path: Path, room: int, update: str) -> None:
     options = OPTIONS | {"device": "cpu", "update": update}
     budget = least_budget(Model(), **options) + room

@@ -77,21 +77,12 @@ def test_inference_is_compiled_too() -> None:
     assert compiled.frame_count == 1
 
 
-class Mixed(nn.Module):
-    """Layers of two widths inside and of two classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shapes = (8, 16, 8, 16)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4)) for width in shapes
-        )
-        self.layers.append(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def mixed() -> nn.Module:
+    """Layers of two widths and of two classes."""
+    torch.manual_seed(0)
+    widths = (8, 16, 8, 16)
+    layers = [nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4)) for width in widths]
+    return nn.Sequential(*layers, nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True))
 
 
 def test_layers_of_several_structures_are_compiled_each_once() -> None:
@@ -104,8 +95,7 @@ def test_layers_of_several_structures_are_compiled_each_once() -> None:
         return outputs, gradients(model)
 
     compiled = CompileCounterWithBackend("aot_eager")
-    torch.manual_seed(0)
-    assert_as_plain(Mixed(), use, rtol=1e-6, atol=1e-6, layers="layers", compile=compiled)
+    assert_as_plain(mixed(), use, rtol=1e-6, atol=1e-6, layers="", compile=compiled)
     assert compiled.frame_count == 3
 
 
@@ -253,8 +243,6 @@ def test_an_error_of_the_layer_itself_comes_through() -> None:
     ("compile", "match"),
     [
         (None, "use True, False, or a backend of torch.compile"),
-        ([True], "use True, False, or a backend of torch.compile"),
-        ("", "compile='' is not a backend of torch.compile; there are: .*inductor"),
         ("nonsense", "compile='nonsense' is not a backend of torch.compile; there are: .*inductor"),
     ],
 )

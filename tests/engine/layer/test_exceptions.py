@@ -25,7 +25,7 @@ from streamer.backends.thread import ThreadBackend
 from streamer.engine import unit
 from streamer.engine.layer.arguments import apart
 from streamer.engine.layer.layer import StreamedLayer, _go_through
-from tests.engine.layer.common import Layer, Stack
+from tests.models import Layer, Stack
 from tests.reference import (
     History,
     assert_parity,
@@ -197,12 +197,14 @@ CHILD = """
 import sys, torch
 sys.path.insert(0, {root!r})
 import streamer
-from tests.reference import one_step, tiny_gpt
-model = streamer.wrap(tiny_gpt(), device="cpu")
+model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+streamer.wrap(model, layers="", device="cpu")
 optimizer = streamer.AdamW(model.parameters())
 step = 0
 while True:
-    one_step(model, optimizer, step)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
     step += 1
     print(step, flush=True)
 """

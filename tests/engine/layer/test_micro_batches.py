@@ -16,8 +16,7 @@ import streamer
 from streamer.engine.handle import wrapped
 from streamer.engine.schedule.op import OpKind
 from streamer.planner.measure import Tracker
-from tests.engine.layer.common import WIDTH, Layer
-from tests.engine.layer.test_modules import TIME
+from tests.models import WIDTH, Layer, Layers, numbers
 from tests.reference import (
     POLICIES,
     History,
@@ -33,6 +32,9 @@ from tests.reference import (
     train_plain,
     train_streamed,
 )
+
+TIME = 5
+OPTIONS: dict[str, Any] = {"layers": "layers"}
 
 
 def sliced(forward: Callable[..., Any], size: int) -> Callable[..., Any]:
@@ -137,38 +139,23 @@ class Attention(nn.Module):
         return x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-class Caller(nn.Module):
-    """Hands every layer what it is made with."""
-
-    def __init__(self, make: Callable[[], nn.Module] = Attention, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([make() for _ in range(3)])
-        self.args, self.kwargs = args, kwargs
-        self.offset = nn.Parameter(torch.randn(1, TIME, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kwargs = dict(self.kwargs)
-        if kwargs.get("places") == "trained":
-            kwargs["places"] = self.offset
-        for layer in self.layers:
-            x = layer(x, *self.args, **kwargs)
-            x = x[0] if isinstance(x, tuple) else x
-        return x
+def batch_of(step: int, *shape: int) -> torch.Tensor:
+    return numbers(*(shape or (6, TIME, WIDTH)), seed=step).requires_grad_()
 
 
-def states(step: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(step), requires_grad=True)
+def sliced_loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    return (model(batch_of(step)) - torch.linspace(-1, 1, WIDTH)).square().mean()
 
 
-def of_caller(model: nn.Module, step: int) -> torch.Tensor:
-    return (model(states(step, 6, TIME, WIDTH)) - torch.linspace(-1, 1, WIDTH)).square().mean()
+def square(model: nn.Module, step: int = 0) -> torch.Tensor:
+    """A batch as long as its sequences."""
+    return model(batch_of(step, TIME, TIME, WIDTH)).square().mean()
 
 
-def assert_close_to_plain(model: nn.Module, of: Any = of_caller, **options: Any) -> None:
+def assert_close_to_plain(model: nn.Module, of: Any = sliced_loss_of, **options: Any) -> None:
     """The whole batch in plain PyTorch, up to the order of additions."""
     expected = train_plain(model, loss_of=of, steps=2, max_norm=1e9)
-    actual = train_streamed(model, loss_of=of, steps=2, max_norm=1e9, layers="layers", **options)
+    actual = train_streamed(model, loss_of=of, steps=2, max_norm=1e9, **OPTIONS, **options)
     torch.testing.assert_close(torch.tensor(actual.losses), torch.tensor(expected.losses), rtol=1e-6, atol=0)
     assert actual.first_gradients.keys() == expected.first_gradients.keys()
     for name, gradient in expected.first_gradients.items():
@@ -176,44 +163,31 @@ def assert_close_to_plain(model: nn.Module, of: Any = of_caller, **options: Any)
         torch.testing.assert_close(actual.first_gradients[name], gradient, rtol=0, atol=2e-6 * largest)
 
 
-def noise(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
-
-
 @pytest.mark.parametrize(
     ("args", "kwargs", "size"),
     [
-        ((noise(6, 1, TIME, TIME),), {}, 4),
-        ((noise(1, 1, TIME, TIME),), {}, 1),
-        ((noise(TIME, TIME),), {}, 4),
-        ((), {"places": noise(TIME, WIDTH), "scale": noise(6)}, 1),
-        ((), {"places": "trained"}, 4),
-        ((), {"rotary": (noise(1, TIME, WIDTH), noise(6, TIME, WIDTH))}, 4),
+        ((numbers(6, 1, TIME, TIME),), {}, 4),
+        ((numbers(1, 1, TIME, TIME),), {}, 1),
+        ((numbers(TIME, TIME),), {}, 4),
+        ((), {"places": numbers(TIME, WIDTH), "scale": numbers(6)}, 1),
+        ((), {"places": nn.Parameter(numbers(1, TIME, WIDTH))}, 4),
+        ((), {"rotary": (numbers(1, TIME, WIDTH), numbers(6, TIME, WIDTH))}, 4),
     ],
     ids=["mask", "shared mask", "mask without a batch", "per channel and sample", "trained", "in a tuple"],
 )
 def test_arguments_that_begin_with_the_batch_are_cut(args: Any, kwargs: dict[str, Any], size: int) -> None:
-    assert_close_to_plain(Caller(Attention, *args, **kwargs), micro_batch_size=size)
-
-
-def square(model: nn.Module, step: int) -> torch.Tensor:
-    """A batch as long as its sequences."""
-    return model(states(step, TIME, TIME, WIDTH)).square().mean()
+    assert_close_to_plain(Layers(Attention, *args, **kwargs), micro_batch_size=size)
 
 
 def test_a_mask_as_long_as_the_batch_is_cut_only_if_it_has_a_batch() -> None:
-    assert_close_to_plain(Caller(Attention, noise(TIME, 1, TIME, TIME)), square, micro_batch_size=1)
-    model = Caller(Attention, noise(TIME, TIME))
+    assert_close_to_plain(Layers(Attention, numbers(TIME, 1, TIME, TIME)), square, micro_batch_size=1)
+    model, options = Layers(Attention, numbers(TIME, TIME)), {"micro_batch_size": 1, **OPTIONS}
     assert_close_to_plain(model, square, micro_batch_size=1, batch_dims={"mask": None})
-    match = r"batch_dims=\{'mask': None\} if 'mask' has no batch"
-    assert_refused(model, partial(square, step=0), match, RuntimeError, layers="layers", micro_batch_size=1)
+    assert_refused(
+        model, square, r"batch_dims=\{'mask': None\} if 'mask' has no batch", RuntimeError, **options
+    )
     with torch.no_grad(), pytest.warns(UserWarning, match="runs its whole batch without gradients"):
-        assert_as_plain(model, partial(square, step=0), layers="layers", micro_batch_size=1)
-
-
-def test_an_argument_with_several_entries_per_sample() -> None:
-    model = Caller(Attention, alibi=noise(6 * 2, 1, TIME))
-    assert_close_to_plain(model, micro_batch_size=2, batch_dims={"alibi": 0})
+        assert_as_plain(model, square, **options)
 
 
 class TimeFirst(Layer):
@@ -221,20 +195,8 @@ class TimeFirst(Layer):
         return x + torch.tanh(self.linear(x)).cumsum(0)
 
 
-def test_a_batch_in_another_dimension() -> None:
-    def of(model: nn.Module, step: int) -> torch.Tensor:
-        return model(states(step, TIME, 6, WIDTH)).square().mean()
-
-    assert_close_to_plain(Caller(TimeFirst), of, micro_batch_size=4, batch_dims={"x": 1})
-
-
-class Residual(TimeFirst):
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + residual
-
-
 class Takes(Layer):
-    """Adds what it is given: by head, by sample, or by layer."""
+    """Adds its argument: by head, or by sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,26 +209,56 @@ class Takes(Layer):
         return hidden if bias is None else hidden + (bias * self.scale.view(-1, 1, 1)).sum(0)
 
 
-@pytest.mark.parametrize(
-    ("argument", "size"),
-    [({"bias": noise(6, TIME, WIDTH)}, 1), ({"scales": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]}, 2)],
-    ids=["as many heads as samples", "a list with an entry per sample"],
-)
-def test_a_wrong_cut_of_another_argument_is_refused(argument: dict[str, Any], size: int) -> None:
-    model = Caller(Takes, **argument)
-    match = "computes other values for two slices|was run on a part of its batch"
-    refused = partial(assert_refused, model, partial(of_caller, step=0), match, Exception)
-    refused(layers="layers", micro_batch_size=size)
-    if "bias" in argument:
-        assert_close_to_plain(model, micro_batch_size=size, batch_dims={"bias": None})
+def time_first(model: nn.Module, step: int = 0) -> torch.Tensor:
+    return model(batch_of(step, TIME, 6, WIDTH)).square().mean()
 
 
-def test_arguments_beside_named_hidden_states_are_named_too() -> None:
-    model = Caller(Attention, noise(6, 1, TIME, TIME))
-    match = r"'mask' \(6, 1, 5, 5\) is the batch, .*add 'mask': 0 to it if it is"
-    options = {"layers": "layers", "micro_batch_size": 1, "batch_dims": {"x": 0}}
-    assert_refused(model, partial(of_caller, step=0), match, **options)
-    assert_close_to_plain(model, micro_batch_size=1, batch_dims={"x": 0, "mask": 0})
+MASK = Layers(Attention, numbers(6, 1, TIME, TIME))
+NAMED: dict[str, tuple[nn.Module, int, dict[str, int] | None, dict[str, int | None] | None, str | None]] = {
+    # a model, the size, batch_dims that are refused, those that are right, the error
+    "several entries per sample": (
+        Layers(Attention, alibi=numbers(12, 1, TIME)),
+        2,
+        None,
+        {"alibi": 0},
+        None,
+    ),
+    "as many heads as samples": (
+        Layers(Takes, bias=numbers(6, TIME, WIDTH)),
+        1,
+        None,
+        {"bias": None},
+        "was run on a part of its batch",
+    ),
+    "a list with an entry per sample": (
+        Layers(Takes, scales=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]),
+        2,
+        None,
+        None,
+        "other values for two slices",
+    ),
+    "beside named hidden states": (
+        MASK,
+        1,
+        {"x": 0},
+        {"x": 0, "mask": 0},
+        r"'mask' \(6, 1, 5, 5\) is the batch, .*add 'mask': 0 to it if it is",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_batch_dims_name_the_batch_of_arguments(name: str) -> None:
+    model, size, wrong, right, match = NAMED[name]
+    if match is not None:
+        options = {"micro_batch_size": size, "batch_dims": wrong, **OPTIONS}
+        assert_refused(model, partial(sliced_loss_of, step=0), match, Exception, **options)
+    if right is not None:
+        assert_close_to_plain(model, micro_batch_size=size, batch_dims=right)
+
+
+def test_a_batch_in_another_dimension() -> None:
+    assert_close_to_plain(Layers(TimeFirst), time_first, micro_batch_size=4, batch_dims={"x": 1})
 
 
 # --- what is returned -----------------------------------------------------------------------------------
@@ -287,7 +279,7 @@ def returning(what: Callable[..., Any]) -> type[Several]:
 
 
 def use_all(model: nn.Module, step: int) -> torch.Tensor:
-    x = states(step, 6, TIME, WIDTH)
+    x = batch_of(step)
     total = torch.zeros(())
     for layer in model.layers:
         x, more = layer(x, *model.args)
@@ -308,15 +300,16 @@ MORE: list[Callable[..., Any]] = [
     lambda layer, hidden, mask: mask,
     lambda layer, hidden, mask: layer.linear.weight.square(),
     lambda layer, hidden, mask: mask[:1] * layer.linear.bias,
+    # the same in each slice, and as long
+    lambda layer, hidden, mask: layer.linear.bias[:2] * 2,
 ]
 
 
 @pytest.mark.parametrize(
-    ("what", "size", "activations"),
-    [*in_turn(MORE, [2, 4], ["recompute", "keep"]), *in_turn(MORE, [4, 2], ["recompute", "keep"])],
+    ("what", "size", "activations"), in_turn(MORE, [2, 4], ["recompute", "keep", "keep", "recompute"])
 )
 def test_what_is_returned_is_put_together(what: Callable[..., Any], size: int, activations: str) -> None:
-    model = Caller(returning(what), noise(TIME, WIDTH))
+    model = Layers(returning(what), numbers(TIME, WIDTH))
     assert_close_to_plain(model, use_all, micro_batch_size=size, activations=activations)
 
 
@@ -333,26 +326,21 @@ def test_what_is_returned_is_put_together(what: Callable[..., Any], size: int, a
 )
 def test_what_is_as_long_as_a_slice_by_chance_is_refused(what: Callable[..., Any], size: int) -> None:
     """In training; inference runs the whole batch."""
-    model = Caller(returning(what))
+    model = Layers(returning(what))
     apart = r"layers\.0' cannot be put together: .*(not one per sample and not the same in each|share memory)"
     match = f"{apart}|adds noise in evaluation"
-    options = {"layers": "layers", "micro_batch_size": size}
-    assert_refused(model, partial(of_caller, step=0), match, **options)
+    options = {"micro_batch_size": size, **OPTIONS}
+    assert_refused(model, partial(sliced_loss_of, step=0), match, **options)
     with torch.no_grad(), pytest.warns(UserWarning, match="runs its whole batch without gradients"):
-        assert_as_plain(model, partial(of_caller, step=0), **options)
-
-
-def test_what_is_the_same_in_each_slice_is_whole_though_it_is_as_long() -> None:
-    model = Caller(returning(lambda layer, hidden, mask: layer.linear.bias[:2] * 2))
-    assert_close_to_plain(model, use_all, micro_batch_size=2)
+        assert_as_plain(model, partial(sliced_loss_of, step=0), **options)
 
 
 # --- without gradients ----------------------------------------------------------------------------------
 
 
 def test_inference_runs_in_slices_too() -> None:
-    model = Caller(Attention, noise(6, 1, TIME, TIME))
-    x = noise(6, TIME, WIDTH)
+    model = Layers(Attention, numbers(6, 1, TIME, TIME))
+    x = numbers(6, TIME, WIDTH)
     seen: list[int] = []
     with streamed(model, layers="layers", micro_batch_size=4) as mine, torch.no_grad():
         hook = mine.layers[0].qkv.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
@@ -361,24 +349,10 @@ def test_inference_runs_in_slices_too() -> None:
     assert seen == [4, 2]
 
 
-# --- gradients ------------------------------------------------------------------------------------------
-
-
-def test_hooks_see_the_gradient_of_the_whole_batch_once() -> None:
-    def use(model: nn.Module) -> Any:
-        seen, weight = [], model.layers[1].linear.weight
-        weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
-        model(noise(6, TIME, WIDTH)).square().sum().backward()
-        return seen, weight.grad
-
-    options = {"layers": "layers", "micro_batch_size": 2}
-    assert_as_plain(Caller(Layer), use, rtol=1e-5, atol=1e-7, **options)
-
-
 @POLICIES
 def test_autograd_grad_and_a_second_backward(activations: str) -> None:
     def use(model: nn.Module) -> Any:
-        x = noise(6, TIME, WIDTH).requires_grad_()
+        x = numbers(6, TIME, WIDTH).requires_grad_()
         loss = model(x).square().sum()
         of_input = [torch.autograd.grad(loss, x, retain_graph=True) for _ in range(2)]
         for _ in range(2):
@@ -387,15 +361,14 @@ def test_autograd_grad_and_a_second_backward(activations: str) -> None:
         return of_input, x.grad, gradients(model)
 
     options = {"layers": "layers", "micro_batch_size": 4, "activations": activations}
-    assert_as_plain(Caller(Layer), use, rtol=1.3e-6, atol=1e-5, **options)
+    assert_as_plain(Layers(Layer), use, rtol=1.3e-6, atol=1e-5, **options)
 
 
 def test_the_working_set_is_that_of_a_slice() -> None:
-    x = noise(16, 128, WIDTH)
+    x = numbers(16, 128, WIDTH)
 
     def peak(size: int | None) -> int:
-        with streamed(Caller(), layers="layers", micro_batch_size=size) as model:
-            del model.offset
+        with streamed(Layers(Attention), layers="layers", micro_batch_size=size) as model:
             with Tracker() as tracker:
                 model(x).sum().backward()
             return tracker.peak
@@ -412,10 +385,8 @@ def test_the_working_set_is_that_of_a_slice() -> None:
     ("options", "match"),
     [
         ({"micro_batch_size": 0}, r"micro_batch_size=0: it must be an integer of 1 or more, or None"),
-        ({"micro_batch_size": "4"}, r"micro_batch_size='4': it must be an integer of 1 or more, or None"),
         ({"micro_batch_size": True}, r"micro_batch_size=True: it must be an integer of 1 or more, or None"),
         ({"batch_dims": {"mask": 0}}, "set micro_batch_size too"),
-        ({"micro_batch_size": 1, "batch_dims": ["mask"]}, "use a dict from the names of arguments"),
         ({"micro_batch_size": 1, "batch_dims": {"mask": 0.0}}, "use a dict from the names of arguments"),
         (
             {"micro_batch_size": 1, "batch_dims": {"masks": 0}},
@@ -425,7 +396,7 @@ def test_the_working_set_is_that_of_a_slice() -> None:
 )
 def test_options(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        streamer.wrap(Caller(), layers="layers", device="cpu", **options)
+        streamer.wrap(Layers(Attention), layers="layers", device="cpu", **options)
 
 
 class Holder:
@@ -438,26 +409,22 @@ class Opens(Layer):
         return super().forward(x) * held.tensor
 
 
-MASKED = Caller(Attention, noise(TIME, TIME))
-
-
-def returns_numbers(layer: Layer, hidden: torch.Tensor, mask: Any) -> Any:
-    return {"samples": len(hidden)}
-
-
-def returns_a_mean(layer: Layer, hidden: torch.Tensor, mask: Any) -> Any:
-    return hidden.mean()
+MASKED = Layers(Attention, numbers(TIME, TIME))
 
 
 APART = r"layers\.0' cannot be put together: .*without micro_batch_size"
 REFUSED: dict[str, tuple[nn.Module, dict[str, int], str]] = {
     # a model, batch_dims, the error
-    "numbers that differ": (Caller(returning(returns_numbers)), {}, "returns other numbers, or more"),
-    "a mean over the batch": (Caller(returning(returns_a_mean)), {}, APART),
+    "numbers that differ": (
+        Layers(returning(lambda layer, hidden, mask: {"samples": len(hidden)})),
+        {},
+        "returns other numbers, or more",
+    ),
+    "a mean over the batch": (Layers(returning(lambda layer, hidden, mask: hidden.mean())), {}, APART),
     "too many dimensions": (MASKED, {"mask": 4}, r"'mask' has shape \(5, 5\), .* no dimension 4"),
     "another length": (MASKED, {"mask": 1}, r"5 long \(the shape is \(5, 5\)\), which the batch of 6"),
     "too many of the states": (MASKED, {"x": 3}, r"states has shape \(6, 5, 16\), .* no dimension 3"),
-    "a batch inside an object": (Caller(Opens, Holder(noise(6, 1, 1))), {}, "on a part of its batch"),
+    "a batch inside an object": (Layers(Opens, Holder(numbers(6, 1, 1))), {}, "on a part of its batch"),
 }
 
 
@@ -465,4 +432,4 @@ REFUSED: dict[str, tuple[nn.Module, dict[str, int], str]] = {
 def test_what_cannot_be_cut_or_put_together_is_refused(name: str) -> None:
     model, batch_dims, match = REFUSED[name]
     options = {"layers": "layers", "micro_batch_size": 4, "batch_dims": batch_dims or None}
-    assert_refused(model, partial(of_caller, step=0), match, Exception, **options)
+    assert_refused(model, partial(sliced_loss_of, step=0), match, Exception, **options)

@@ -19,18 +19,9 @@ up to a repeating pattern [Cuninghame-Green, Minimax Algebra, 1979]; that growth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-
-import torch
-from torch import nn
-
-import streamer
-from streamer.backends.virtual import VirtualBackend
-from streamer.engine.handle import wrapped
-from streamer.engine.schedule.op import OpKind
-from streamer.planner.machine import H200
 
 State = frozenset[int]
 Costs = dict[State, int]
@@ -121,46 +112,3 @@ def _visit(costs: Costs, needed: State, unit: int, whole: int, refresh: int, slo
         for choice in choices:
             after[choice] = min(cost, after.get(choice, cost))
     return after
-
-
-WIDTH = 32
-
-
-class Stack(nn.Module):
-    """``layers`` matrices of WIDTH x WIDTH, and nothing else."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def moved_in_training(layers: int, slots: int, *, backwards: int = 1, update: str = "step") -> Fraction:
-    """Layers copied to the device in a training step of ``backwards`` forwards and backwards."""
-    with torch.device("meta"):
-        model, inputs = Stack(layers), torch.empty(4, WIDTH)
-    streamer.wrap(model, layers="layers", num_slots=slots, update=update, backend=VirtualBackend(H200))
-    optimizer = streamer.AdamW(model.parameters())
-
-    def step() -> None:
-        for _ in range(backwards):
-            model(inputs).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return _mean_moved(model, step, warmup=2, count=1)
-
-
-def _mean_moved(model: nn.Module, run: Callable[[], None], *, warmup: int, count: int) -> Fraction:
-    executor = wrapped(model).executor
-    moved = []
-    for repetitions in (warmup, count):
-        for _ in range(repetitions):
-            run()
-        copies = (record.op for record in executor.issuer.trace.records())
-        moved.append(sum(op.nbytes for op in copies if op.kind is OpKind.UNSHARD))
-    return Fraction(moved[1] - moved[0], count * executor.units[0].layout.nbytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,16 +15,13 @@ import streamer
 from streamer.backends.thread import ThreadBackend
 from streamer.engine.handle import wrapped
 from streamer.store.purposes import SUMS
-from tests.optim.masters import master
+from tests.models import Layers, numbers
 from tests.reference import LossOf, gradients, language_loss, streamed, tiny_gpt
 
 IN_A_LAYER = "transformer.h.1.mlp.c_fc.weight"
 NO_LIMIT = float("inf")
-
-
-def gpt() -> nn.Module:
-    # tied, the two uses of one weight are added before they reach its gradient, in a dtype that varies
-    return tiny_gpt(width=20, tied=False)
+#: Tied, the two uses of one weight are added before they reach its gradient, in a dtype that varies.
+gpt = partial(tiny_gpt, width=20, tied=False)
 
 
 def in_bf16(**options: Any) -> AbstractContextManager[nn.Module]:
@@ -92,41 +89,27 @@ class Two(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Parameter(torch.randn(8, 8) / 3)
-        self.b = nn.Parameter(torch.randn(8, 8) / 3)
+        self.a, self.b = (nn.Parameter(torch.randn(8, 8) / 3) for _ in range(2))
 
     def forward(self, x: torch.Tensor, which: str) -> torch.Tensor:
         return x + sum(torch.tanh(x @ getattr(self, key)) for key in which)
 
 
-class Choosing(nn.Module):
-    """Three of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Two() for _ in range(3))
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, x: torch.Tensor, which: str) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x, which)
-        return self.head(x)
-
-
 @pytest.mark.parametrize("uses", [("a", "b", "ab"), ("b", "", "ab")])
 def test_parameters_that_take_part_now_and_then(uses: tuple[str, ...]) -> None:
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
-    plain = Choosing().bfloat16()
+    x = numbers(4, 8).bfloat16().requires_grad_()
+    plain = Layers(Two, "").bfloat16()
     found: dict[str, list[torch.Tensor]] = {}
     for which in uses:
-        plain(x, which).sum().backward()
+        plain.args = (which,)
+        plain(x).sum().backward()
         for name, gradient in gradients(plain).items():
             found.setdefault(name, []).append(gradient)
         plain.zero_grad()
-    with streamed(Choosing(), dtype=torch.bfloat16) as model:
+    with streamed(Layers(Two, ""), dtype=torch.bfloat16) as model:
         for which in uses:
-            model(x, which).sum().backward()
+            model.args = (which,)
+            model(x).sum().backward()
         actual = gradients(model)
         norm = streamer.clip_grad_norm_(model, NO_LIMIT)
         optimizer = streamer.AdamW(model.parameters(), lr=1e-2)
@@ -199,27 +182,6 @@ def test_gradients_written_between_backwards_count() -> None:
         backwards(model, [0])
         assert torch.equal(weight.grad, 1 + singles()[0][IN_A_LAYER].float())
         check_norm()
-
-
-def test_zeroed_gradients_are_added_to() -> None:
-    with in_bf16() as model:
-        backwards(model, [0])
-        model.zero_grad(set_to_none=False)
-        backwards(model, [1])
-        for name, gradient in gradients(model).items():
-            assert torch.equal(gradient.float(), singles()[1][name].float()), name
-
-
-def test_optimizers_of_pytorch_step_with_the_fp32_sums() -> None:
-    plain = gpt()
-    for name, param in plain.named_parameters():
-        param.grad = summed(single[name] for single in singles()[:2])
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    with in_bf16() as model:
-        backwards(model, range(2))
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        found = {name: master(param) for name, param in model.named_parameters()}
-        torch.testing.assert_close(found, dict(plain.named_parameters()), rtol=0, atol=0)
 
 
 def test_no_room_for_sums_is_said_and_what_was_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 #: Cycles before the two looks; by the first one all is there that is cached on first use.
-COUNTS = (8, 24)
+COUNTS = (4, 12)
 
 CHILD = """
 import gc, json, sys, time
@@ -21,9 +21,9 @@ endings, counts = json.loads(sys.argv[1])
 process = psutil.Process()
 
 def cycle(number, ending):
-    # 1.2 MB of weights, so that what one cycle leaves behind shows
-    blocks = [nn.Sequential(nn.Linear(384, 384), nn.Tanh()) for _ in range(2)]
-    model = nn.Sequential(nn.Linear(8, 384), nn.Sequential(*blocks), nn.Linear(384, 1))
+    # 2.1 MB of weights, so that what one cycle leaves behind shows
+    blocks = [nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(8, 512), nn.Sequential(*blocks), nn.Linear(512, 1))
     activations, update = ("recompute", "keep")[number % 2], ("step", "backward")[number // 2 % 2]
     streamer.wrap(model, layers="1", device="cpu", host_threads=1, update=update, activations=activations)
     optimizer = streamer.AdamW(model.parameters())
@@ -73,6 +73,6 @@ def test_dozens_of_cycles_leave_nothing_behind() -> None:
         cycles = COUNTS[1] - COUNTS[0]
         # of the thousands that a cycle makes; what is cached now and then (a line of source, say) is no leak
         assert late["objects"] - early["objects"] < cycles, ending
-        # A cycle that kept one layer's weights would leave 16 x 591 kB = 9 MB; what is smaller is seen by
+        # A cycle that kept one layer's weights would leave 8 x 1.05 MB = 8.4 MB; what is smaller is seen by
         # its objects. The C library's heap has a MB or two of freed pieces.
         assert late["rss"] - early["rss"] < 6e6, ending

@@ -4,6 +4,7 @@ the memory of a moment."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,8 +25,7 @@ KEEP: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def gpt() -> nn.Module:
-    return tiny_gpt(3, width=16)
+gpt = partial(tiny_gpt, width=16)
 
 
 def late() -> dict[str, Any]:

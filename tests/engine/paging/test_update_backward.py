@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,20 +13,9 @@ import torch
 from torch import nn
 
 import streamer
-from models.gpt2 import GPT
-from tests.reference import (
-    History,
-    assert_parity,
-    assert_same,
-    language_loss,
-    streamed,
-    tiny_gpt,
-    train,
-)
+from tests.reference import History, assert_parity, assert_same, language_loss, streamed, tiny_gpt, train
 
-
-def gpt() -> GPT:
-    return tiny_gpt(4, width=20, dropout=0.1)
+gpt = partial(tiny_gpt, 4, width=20, dropout=0.1)
 
 
 def in_backward(**options: Any) -> AbstractContextManager[nn.Module]:
@@ -48,8 +38,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> History:
 
 
 @pytest.mark.parametrize(
-    ("activations", "num_slots", "frozen"),
-    [("keep", 1, False), ("recompute", 2, True), ("keep", 4, False)],
+    ("activations", "num_slots", "frozen"), [("keep", 1, False), ("recompute", 2, True), ("keep", 4, False)]
 )
 def test_it_is_the_plain_result(activations: str, num_slots: int, frozen: bool) -> None:
     plain = gpt()
@@ -63,11 +52,7 @@ def test_it_is_the_plain_result(activations: str, num_slots: int, frozen: bool) 
 
 @pytest.mark.parametrize(
     ("dtype", "state_dtype"),
-    [
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, "int8"),
-    ],
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, "int8")],
     ids=str,
 )
 def test_it_equals_the_update_in_step_to_the_bit(dtype: torch.dtype, state_dtype: Any) -> None:
