@@ -102,7 +102,7 @@ def save(
         _content, model, optimizer, executor, dict(extra or {}), random_of_ranks, frozen=frozen
     )
     # state on disk would be read into memory to be written later
-    block = block or OPTIMIZER_STATE in executor.disk_bytes()
+    block = block or OPTIMIZER_STATE in executor.host.disk_bytes()
     # each rank has the state of some parameters of an optimizer of PyTorch
     gathers = executor.store.is_divided or not isinstance(optimizer, AdamW | None)
     done: Future[None] = Future()
@@ -149,8 +149,8 @@ def _save_in_background(
 
     for index, shard in shards.items():
         shard.before_change = partial(handover.before_change, index, shard.copy)
-    executor.saving = in_background(write, "streamer-save")
-    return executor.saving
+    executor.host.saving = in_background(write, "streamer-save")
+    return executor.host.saving
 
 
 def _save_together(
@@ -181,7 +181,7 @@ def _save_together(
                 writing = [pool.submit(content.write, folder, content.files)] if ranks.is_first else []
                 for unit in units:
                     writer = writer_of[unit.index]
-                    whole = executor.whole_shard(unit, purposes, to=writer)
+                    whole = executor.across.whole_shard(unit, purposes, to=writer)
                     if writer == ranks.rank:
                         wait(writing)  # one is written while the next is gathered
                         writing.append(pool.submit(content.write_unit, folder, unit, whole))
@@ -234,9 +234,9 @@ def _dealt(units: Sequence[Unit], ranks: int) -> dict[int, int]:
 def _settle_saving(executor: Executor) -> None:
     """Wait for the checkpoint that is being written, if any, and raise its error unless the caller has read
     it."""
-    executor.wait_for_saving()
-    if executor.saving is not None and not executor.saving.is_awaited:
-        executor.saving.result()
+    executor.host.wait_for_saving()
+    if executor.host.saving is not None and not executor.host.saving.is_awaited:
+        executor.host.saving.result()
 
 
 Files = dict[str, list[Piece]]

@@ -535,13 +535,13 @@ class AdamW(Optimizer):
             check_group(group)
         self._synchronize()
         for executor in self._executors:
-            executor.wait_for_saving()
+            executor.host.wait_for_saving()
         saved = pair_saved(state_dict, self.param_groups, self.state_dtype)
         # without the state, which PyTorch would copy in the parameters' dtype
         without_compiler(Optimizer.load_state_dict)(self, {**state_dict, "state": {}})
         with ExitStack() as writing:
             for executor in self._executors:
-                writing.enter_context(executor.writing_state("loading optimizer state"))
+                writing.enter_context(executor.host.writing_state("loading optimizer state"))
             self.state.update(load_moments(saved, self.state_dtype))
         self._used_in_backward.clear()
 

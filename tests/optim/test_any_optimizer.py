@@ -443,7 +443,7 @@ def test_bad_input_is_one_line(make: Callable[[], Optimizer], error: type[Except
 def test_state_without_room_is_refused_before_anything_is_written() -> None:
     with model_in(BF16) as model:
         executor = model._streamer.executor
-        executor.host_limit = sum(executor.host_bytes().values()) + 400_000
+        executor.host.limit = sum(executor.host.bytes().values()) + 400_000
         with pytest.raises(MemoryError, match=r"the state of AdamW: .*state_dtype='int8'"):
             streamer.Optimizer(torch.optim.AdamW, model.parameters(), amsgrad=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -474,7 +474,7 @@ def test_state_without_room_in_memory_is_on_disk(name: str, room: int, weights: 
             params = [*model.parameters()]
             executor = model._streamer.executor
             if disk:  # room for three parts and some of the state
-                executor.host_limit = sum(executor.host_bytes().values()) + room
+                executor.host.limit = sum(executor.host.bytes().values()) + room
             optimizer = OPTIMIZERS[name](params)
             for step in range(4):
                 torch.manual_seed(step)

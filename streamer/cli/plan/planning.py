@@ -288,7 +288,7 @@ def _plan(
         raise error.__cause__ if isinstance(error.__cause__, MemoryError) else error from None
     executor = wrapped(model).executor
     # the plan shows what steps take beside what has its place by now
-    executor.host_limit = UNLIMITED
+    executor.host.limit = UNLIMITED
     shape = config.train.per_device_train_batch_size, config.train.max_length
     # on the CPU, as data comes
     tokens = torch.zeros(shape, dtype=torch.long)
