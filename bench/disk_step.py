@@ -168,7 +168,7 @@ class Placement:
         return seconds, losses
 
     def bytes_held(self) -> dict[str, Any]:
-        host, disk = self.executor.host_bytes(), self.executor.disk_bytes()
+        host, disk = self.executor.host.bytes(), self.executor.host.disk_bytes()
         return {"host_bytes": host, "disk_bytes": disk}
 
 
@@ -181,13 +181,13 @@ def predict(
 
 def least_budget(options: argparse.Namespace, machine: Machine, *, weights: bool) -> int:
     """The least host memory with the state on disk and, with ``weights``, those of layers too."""
-    held = predict(options, machine, None)[1].executor.host_bytes()
+    held = predict(options, machine, None)[1].executor.host.bytes()
     fits = sum(held.values())
     low, high = 1, fits
     while high - low > 1 << 16:
         middle = (low + high) // 2
         try:
-            on_disk = predict(options, machine, middle)[1].executor.disk_bytes()
+            on_disk = predict(options, machine, middle)[1].executor.host.disk_bytes()
             is_there = bool(on_disk) and (weights or "weights" not in on_disk)
         except MemoryError:
             is_there = False
@@ -252,7 +252,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             row["slower"] = quartiles(own / other for own, other in zip(taken, in_memory, strict=True))
             row["state_over_budget"] = sum(
                 nbytes
-                for purpose, nbytes in contenders[MEMORY, None].executor.host_bytes().items()
+                for purpose, nbytes in contenders[MEMORY, None].executor.host.bytes().items()
                 if purpose in STATE
             ) / (budgets[name] or 1)
         if rate is not None:

@@ -82,7 +82,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | 
             loaded = Loaded(manifest.step, files.decoded(values["extra"]))
             state = _optimizer_state(files, optimizer)
         opened.enter_context(ranks.together(f"loading '{path}'"))
-        executor.wait_for_saving()
+        executor.host.wait_for_saving()
         # the loaded state repairs a step that has failed (on a disk, say)
         executor.forget_failures()
         executor.synchronize()

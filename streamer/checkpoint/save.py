@@ -100,7 +100,7 @@ def save(
         model, optimizer, executor, Path(path), step, dict(extra or {}), random_of_ranks, frozen
     )
     # state on disk would be read into memory to be written later
-    block = block or OPTIMIZER_STATE in executor.disk_bytes()
+    block = block or OPTIMIZER_STATE in executor.host.disk_bytes()
     # each rank has the state of some parameters of an optimizer of PyTorch
     gathers = executor.store.is_divided or not isinstance(optimizer, AdamW | None)
     if block or (gathers and not ranks.is_alone):
@@ -166,8 +166,8 @@ class _Checkpoint:
 
         for index, shard in shards.items():
             shard.before_change = partial(handover.before_change, index)
-        self.executor.saving = in_background(write, "streamer-save")
-        return self.executor.saving
+        self.executor.host.saving = in_background(write, "streamer-save")
+        return self.executor.host.saving
 
     def write_together(self) -> None:
         """Write it: each rank writes some units, and the first one the rest. State that machines divide is
@@ -195,7 +195,7 @@ class _Checkpoint:
                     writing = [pool.submit(self.write, folder, self.files)] if ranks.is_first else []
                     for unit in self.units:
                         writer = writer_of[unit.index]
-                        whole = self.executor.whole_shard(unit, purposes, to=writer)
+                        whole = self.executor.across.whole_shard(unit, purposes, to=writer)
                         if writer == ranks.rank:
                             wait(writing)  # one is written while the next is gathered
                             writing.append(pool.submit(self.write_unit, folder, unit, whole))
@@ -224,9 +224,9 @@ class _Checkpoint:
         Raises the error of that one unless the caller has read it, and ValueError for values that cannot be
         saved."""
         executor, optimizer = self.executor, self.optimizer
-        executor.wait_for_saving()
-        if executor.saving is not None and not executor.saving.is_awaited:
-            executor.saving.result()
+        executor.host.wait_for_saving()
+        if executor.host.saving is not None and not executor.host.saving.is_awaited:
+            executor.host.saving.result()
         if isinstance(optimizer, AdamW):
             check_owns(optimizer, executor)
             self.state_dtype = optimizer.state_dtype

@@ -22,17 +22,14 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import compress
 from typing import TypeVar
 
 import torch
 
-from streamer.backends.background import Background
 from streamer.backends.base import Backend, Lane, Lock, Thread, current_thread
 from streamer.backends.ranks import Ranks
 from streamer.engine.device_memory import Budget, DeviceMemory, HostWatch
@@ -40,6 +37,7 @@ from streamer.engine.guard import TAG, Kind, Touch, as_plain, is_in_graph, never
 from streamer.engine.paging.across_ranks import AcrossRanks
 from streamer.engine.paging.disk_pager import ShardUpdate, WholeUpdate
 from streamer.engine.paging.gradients import Gradients
+from streamer.engine.paging.host_memory import HostMemory
 from streamer.engine.paging.pager import Pager
 from streamer.engine.paging.saved_inputs import InputPager
 from streamer.engine.schedule import op as ops
@@ -49,20 +47,7 @@ from streamer.engine.schedule.order import LayerUse, Phase
 from streamer.engine.tensors import SavedBytes
 from streamer.engine.unit import Structure, Unit
 from streamer.store.host import HostStore
-from streamer.store.layout import Slice
-from streamer.store.ledger import UNLIMITED, Tier, host
-from streamer.store.placement import make_room, place_moments, ring_bytes
-from streamer.store.purposes import (
-    FP32,
-    MASTERING,
-    OPTIMIZER_STATE,
-    SAVED_INPUTS,
-    STATE_RING,
-    UPDATE_SCRATCH,
-    WEIGHT_COPIES,
-    Purpose,
-    of_all_ranks,
-)
+from streamer.store.ledger import UNLIMITED
 from streamer.store.shard import HostShard
 from streamer.torch_private import (
     backward_number,
@@ -124,8 +109,6 @@ class Executor:
         self.root = root
         self.store = store
         self.sum_in_fp32 = sum_in_fp32
-        self.host_limit = host_limit
-        self._for_inputs = for_inputs
         #: held during a run of a layer: one thread at a time. [Note: threads]
         self.lock = Lock()
         #: the thread whose gradients wait for its step
@@ -144,8 +127,13 @@ class Executor:
             in_fp32=sum_in_fp32,
             in_backward=update_in_backward,
         )
+        self.host = HostMemory(
+            self.issuer, units, root, store, self.ranks, self.lock, limit=host_limit, for_inputs=for_inputs
+        )
         gathers = gather_weights and is_trained and store.division.ranks > 1
-        self.pager = Pager(self.issuer, units, root, store, self.across, num_slots=num_slots, gathers=gathers)
+        self.pager = Pager(
+            self.issuer, units, root, store, self.across, self.host, num_slots=num_slots, gathers=gathers
+        )
         self.gradients = Gradients(
             self.issuer,
             units,
@@ -153,10 +141,10 @@ class Executor:
             store,
             self.pager,
             self.across,
+            self.host,
             num_slots=num_slots,
             sum_in_fp32=sum_in_fp32,
             in_backward=update_in_backward,
-            room=self.host_of_all,
             access=weakref.ref(self),
         )
         self.saved = SavedBytes()
@@ -188,16 +176,9 @@ class Executor:
         self.blank = torch.empty(0, device=backend.device)
         self.skipped_steps = 0
         self.released = False
-        #: the checkpoint that is, or was last, written in the background
-        self.saving: Background | None = None
         self._host_watch = HostWatch(backend)
         #: by the name of a parameter, the token of the optimizer that updates it (`AdamW.token`)
         self.updated_by: dict[str, object] = {}
-        #: bytes of the state of PyTorch optimizers, which hold it themselves
-        self.optimizer_state: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        #: the part of these bytes that is on disk
-        self.optimizer_state_on_disk: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        self._scratch = torch.empty(2, 0)
         self._root_ready = False
         #: by unit, moments whose memory user code holds
         self._aliased_moments: dict[int, list[torch.Tensor]] = {}
@@ -296,17 +277,6 @@ class Executor:
                 self.issuer.wait((ops.shard(unit.index),))
                 self.pager.parameters.end_flight(unit)
 
-    def await_state(self, unit: Unit) -> None:
-        """Block until user code may read and write the optimizer state of ``unit`` on disk."""
-        with self.lock:
-            if not self.released:
-                self.issuer.wait(ops.masters_of(unit.index, self.shard(unit)), to_write=True)
-
-    def wait_for_saving(self) -> None:
-        """Block until no checkpoint is being written. Raises nothing: an error stays in `saving`."""
-        if self.saving is not None:
-            wait([self.saving])
-
     @contextmanager
     def _running(self, unit: Unit) -> Iterator[None]:
         """Run the block as the only run of a layer, that of ``unit``."""
@@ -347,7 +317,7 @@ class Executor:
         self.begin()
         if not (self.ranks.is_alone or self.gradients.are_kept):
             # after the average, other ranks write the shard, which this rank may be saving in a checkpoint
-            self.wait_for_saving()
+            self.host.wait_for_saving()
         with (
             self._running(unit),
             self.gradients.slot_for(unit) as into,
@@ -527,10 +497,10 @@ class Executor:
 
     def _step(self, updates: Mapping[int, tuple[ShardUpdate, int]], description: str) -> None:
         self.pager.refresh()
-        self._host_watch.check(self.host_bytes)
+        self._host_watch.check(self.host.bytes)
         if not self.ranks.is_alone:
             # the other ranks write shards that this rank is saving in a checkpoint
-            self.wait_for_saving()
+            self.host.wait_for_saving()
         self.across.before_updates([*updates], description)
         self.gradients.take_in()
         if ROOT in updates:
@@ -570,7 +540,7 @@ class Executor:
         self.gradients.release()
         self.inputs.release()
         self.across.release()
-        self._scratch = torch.empty(2, 0)
+        self.host.release()
 
     def holds(self, address: int) -> bool:
         """Whether this address is in the model's weights, in host memory or on the device."""
@@ -583,153 +553,6 @@ class Executor:
     def device_bytes(self) -> dict[str, int]:
         """Bytes that the wrapped model holds on the device, by purpose."""
         return self.memory.owned()
-
-    def host_bytes(self) -> dict[str, int]:
-        """Bytes that the wrapped model holds in host memory, by purpose."""
-        others = {
-            SAVED_INPUTS: self.inputs.places.nbytes,
-            WEIGHT_COPIES: self.pager.parameters.copied_bytes(),
-            OPTIMIZER_STATE: sum(self.optimizer_state.values()),
-            UPDATE_SCRATCH: self.scratch_bytes(),
-        }
-        return self.store.bytes_by_purpose() | {name: nbytes for name, nbytes in others.items() if nbytes}
-
-    def scratch(self, numel: int) -> torch.Tensor:
-        """Memory shared by the updates in the HOST lane, one at a time: [2, ``numel`` or more] in fp32."""
-        if self._scratch.shape[1] < numel:
-            # a block of the backend has huge pages: kernels and the optimizer pass over it several times
-            block = self.backend.host_buffer(2 * numel * FP32.itemsize, pinned=False)
-            self._scratch = block.view(FP32).view(2, numel)
-        return self._scratch
-
-    def scratch_bytes(self) -> int:
-        """Bytes of `scratch`."""
-        return self._scratch.nbytes
-
-    def host_available(self) -> int:
-        """Bytes of host memory that are still available."""
-        return min(self.backend.host_available(), self._left_of_limit())
-
-    def _left_of_limit(self) -> int:
-        held = of_all_ranks(self.host_bytes(), self.store.division.ranks)
-        return max(0, self.host_limit - sum(held.values()))
-
-    def host(self, needed: int, remedy: str, *, by_all: bool = False) -> Tier:
-        """The host memory, or its part that `wrap` may take, for ``needed`` more bytes. If there are too few,
-        moments are moved to disk if that is allowed. Several ranks move them only if this is called
-        ``by_all`` of them, since all ranks write them."""
-        if self.store.can_move and (by_all or self.ranks.is_alone):
-            lacking = self.ranks.on_first("room in host memory", lambda: needed - self.host_available())
-            if lacking > 0:
-                with self.ranks.together("moving optimizer state to disk"):
-                    self._move_to_disk(lacking)
-        free, left = self.backend.host_available(), self._left_of_limit()
-        if left >= free:
-            return host(needed, free, remedy)
-        return Tier("host_memory", needed, left, f"{remedy}, or wrap with a larger host_memory")
-
-    def host_of_all(self, wanted: Mapping[str, int], remedy: str) -> Tier:
-        """`host` for the bytes, by purpose, that all ranks are about to take."""
-        needed = sum(of_all_ranks(wanted, self.store.division.ranks).values())
-        return self.host(needed, remedy, by_all=True)
-
-    @contextmanager
-    def writing_state(self, words: str) -> Iterator[None]:
-        """All ranks write optimizer state in the block: each its share if the state is on disk, or the part
-        of its machine if machines divide the state. Before the block no rank reads the old state; after it
-        each rank reads the new state of all."""
-        if not (self.store.can_move or self.store.is_divided):
-            yield
-            return
-        self.ranks.exchange(f"before {words}")
-        with self.ranks.together(words):
-            yield
-
-    def whole_shard(
-        self,
-        unit: Unit,
-        purposes: Iterable[Purpose] = MASTERING,
-        *,
-        only: Slice | None = None,
-        to: int | None = None,
-    ) -> HostShard:
-        """The host shard of ``unit``. If machines divide the state, a shard with copies of the pieces for
-        ``purposes``, of ``only`` one parameter or of all. With ``to``, only that rank gets the copies. It is
-        then a collective call of all ranks, after all updates are done."""
-        shard = self.shard(unit)
-        if not shard.is_divided or self.backend.device.type == "meta":
-            return shard
-        pieces = dict[str, torch.Tensor]()
-        for purpose in purposes:
-            if not (numel := purpose.numel(unit.layout)) or not shard.has(purpose):
-                continue
-            wanted = range(numel) if only is None else purpose.range(only)
-            found = self.across.whole(unit, purpose, wanted, to=to)
-            if to in (None, self.ranks.rank):
-                piece = pieces[purpose.name] = torch.empty(numel, dtype=purpose.dtype)
-                piece[wanted.start : wanted.stop] = found
-        return shard.with_whole(pieces)
-
-    def _move_to_disk(self, lacking: int) -> None:
-        """Move moments of the units that are needed last to disk, until ``lacking`` more bytes are free or no
-        moments are left. [Note: placement]"""
-        store, ranks = self.store, self.store.division.ranks
-        movable = {at: store.movable(store.shards[at]) for at in (len(self.units), *range(len(self.units)))}
-        purposes = {purpose for found in movable.values() for purpose in found} | {*store.on_disk()}
-        layouts = [shard.layout for shard in store.shards]
-        positions = make_room(
-            {at: sum(found.values()) for at, found in movable.items()},
-            lacking,
-            ring=ring_bytes(layouts, [*purposes], store.division) * ranks,
-            ring_now=store.bytes_by_purpose().get(STATE_RING, 0) * ranks,
-        )
-        if not positions:
-            return
-        self.wait_for_saving()
-        for position in positions:
-            self.await_state((*self.units, self.root)[position])
-        store.move(positions)
-        store.ring()
-
-    def disk_bytes(self) -> dict[str, int]:
-        """Bytes that the wrapped model holds on disk, by purpose."""
-        of_optimizers = sum(self.optimizer_state_on_disk.values())
-        return self.store.disk_bytes_by_purpose() | (
-            {OPTIMIZER_STATE: of_optimizers} if of_optimizers else {}
-        )
-
-    def place_moments(self, purposes: Sequence[Purpose], dropped: Sequence[Purpose]) -> frozenset[int]:
-        """The positions of the units whose optimizer state for ``purposes`` goes to disk and replaces that
-        for ``dropped``. The first rank decides for all.
-
-        Raises MemoryError if there is too little memory for the rings that state on disk passes through.
-        """
-        decide = partial(self._place_moments, purposes, dropped)
-        return self.ranks.on_first("a place for the moments", decide)
-
-    def _place_moments(self, purposes: Sequence[Purpose], dropped: Sequence[Purpose]) -> frozenset[int]:
-        store, ranks = self.store, self.store.division.ranks
-        goes = {purpose.name for purpose in dropped} | {STATE_RING}
-        held = of_all_ranks(store.bytes_by_purpose(), ranks)
-        room = self.host_available() + sum(held[name] for name in goes & held.keys())
-        room -= max(0, self._for_inputs - self.inputs.places.nbytes * ranks)
-        return place_moments(
-            [shard.layout for shard in store.shards],
-            purposes,
-            room,
-            on_disk=[purpose for purpose in store.on_disk() if purpose.name not in goes],
-            may_write=store.can_move,
-            division=store.division,
-        )
-
-    def add_moments(
-        self, purposes: Sequence[Purpose], on_disk: Collection[int], in_place_of: Sequence[Purpose]
-    ) -> None:
-        """Allocate zeroed optimizer state, on disk for the units at the positions ``on_disk``, and drop the
-        state for ``in_place_of``. Raises DiskError, before anything is changed, if the disk has no room."""
-        self.store.add(purposes, on_disk=on_disk, in_place_of=in_place_of)
-        if self.store.on_disk():
-            self.store.ring()
 
     def unit(self, index: int) -> Unit:
         """The unit with that number; ROOT is the root."""

@@ -47,8 +47,8 @@ def stats(model: nn.Module) -> Stats:
     trace.settle()
     now, peak = executor.memory.used()
     return Stats(
-        host_bytes=executor.host_bytes(),
-        disk_bytes=executor.disk_bytes(),
+        host_bytes=executor.host.bytes(),
+        disk_bytes=executor.host.disk_bytes(),
         device_bytes=executor.device_bytes(),
         device_bytes_now=now,
         device_bytes_peak=peak,

@@ -122,7 +122,7 @@ class Copier:
     def _exact(self, unit: Unit, slice: Slice, param: nn.Parameter) -> torch.Tensor:
         if param.is_meta:
             return param.detach().clone()
-        shard = self._executor.whole_shard(unit, only=slice)
+        shard = self._executor.across.whole_shard(unit, only=slice)
         return self._executor.backend.on_host(partial(shard.values, slice, self._plain_dtypes[param]))
 
     def _check_room(self, params: Iterable[nn.Parameter]) -> None:
@@ -153,7 +153,7 @@ def unwrap(model: M) -> M:
     """
     handle = wrapped(model)
     executor = handle.executor
-    executor.wait_for_saving()
+    executor.host.wait_for_saving()
     units = (*executor.units, executor.root)
     try:
         # not `synchronize`, which raises the error of a copy: the host shards are whole without it
@@ -166,12 +166,12 @@ def unwrap(model: M) -> M:
     for unit in units:
         executor.pager.parameters.end_flight(unit)
     moved = {param for unit in units for _, param in executor.pager.parameters.elsewhere(unit)}
-    with executor.writing_state("unwrapping"):
+    with executor.host.writing_state("unwrapping"):
         executor.pager.refresh(moved)
     # first, to free memory for the weights that come out
     executor.store.drop(ALL_MOMENTS)
     for unit in units:
-        take_out(executor.backend, unit, executor.whole_shard(unit), handle.plain_dtypes, moved)
+        take_out(executor.backend, unit, executor.across.whole_shard(unit), handle.plain_dtypes, moved)
     forget(model, executor)
     handle.take_off()
     handle.close()

@@ -523,11 +523,11 @@ class AdamW(Optimizer):
         for group in state_dict["param_groups"]:
             check_group(group)
         self._executor.synchronize()
-        self._executor.wait_for_saving()
+        self._executor.host.wait_for_saving()
         saved = pair_saved(state_dict, self.param_groups, self.state_dtype)
         # without the state, which PyTorch would copy in the parameters' dtype
         without_compiler(Optimizer.load_state_dict)(self, {**state_dict, "state": {}})
-        with self._executor.writing_state("loading optimizer state"):
+        with self._executor.host.writing_state("loading optimizer state"):
             self.state.update(load_moments(saved, self.state_dtype))
         self._used_in_backward.clear()
 

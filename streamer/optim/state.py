@@ -102,12 +102,12 @@ def place_moments(executor: Executor, state_dtype: torch.dtype) -> frozenset[int
     if store.holds(purposes):
         return frozenset()
     if store.has_disks:
-        return executor.place_moments(purposes, ALL_MOMENTS)
+        return executor.host.place_moments(purposes, ALL_MOMENTS)
     layouts = [shard.layout for shard in store.shards]
     wanted, held = store.division.host_bytes(layouts, purposes), store.bytes_by_purpose()
     kept = {name: nbytes for name, nbytes in held.items() if name not in _NAMES_OF_MOMENTS}
     released = sum(held.values()) - sum(kept.values())
-    needed, available = sum(wanted.values()), executor.host_available() + released
+    needed, available = sum(wanted.values()), executor.host.available() + released
     remedy = (
         "choose a smaller state_dtype (torch.bfloat16 or 'int8', with bfloat16 parameters), or freeze "
         "parameters"
@@ -126,18 +126,18 @@ def take_over(homes: Sequence[Home], state_dtype: torch.dtype, owner: object, *,
     Raises MemoryError, before any change, if there is no room."""
     executor = homes[0].executor
     placed = place_moments(executor, state_dtype) if is_new else frozenset()
-    executor.wait_for_saving()  # of the moments that are freed or cleared
+    executor.host.wait_for_saving()  # of the moments that are freed or cleared
     are_zero = False
     if is_new:
         executor.synchronize()
         if not executor.store.holds(MOMENTS[state_dtype]):
-            executor.add_moments(MOMENTS[state_dtype], placed, ALL_MOMENTS)
+            executor.host.add_moments(MOMENTS[state_dtype], placed, ALL_MOMENTS)
             executor.updated_by.clear()
             are_zero = True
     for home in homes:
         executor.updated_by[home.slice.param.name] = owner
         if home.slice.param.trainable and not are_zero:
-            with executor.writing_state(f"clearing the moments of '{home.slice.param.name}'"):
+            with executor.host.writing_state(f"clearing the moments of '{home.slice.param.name}'"):
                 _clear(home, state_dtype)
 
 
@@ -269,8 +269,8 @@ class State(MutableMapping[str, Any]):
         """The current value of a moment that does not stay in memory."""
         home = self._home
         shard = home.executor.shard(home.unit)
-        home.executor.await_state(home.unit)
-        whole = home.executor.whole_shard(home.unit, [purpose], only=home.slice)
+        home.executor.host.await_state(home.unit)
+        whole = home.executor.across.whole_shard(home.unit, [purpose], only=home.slice)
         moment = whole.part(purpose, home.slice)
         is_copy = shard.is_on_disk(purpose)
         if whole is not shard:
@@ -289,9 +289,9 @@ class State(MutableMapping[str, Any]):
             self._values[name] = value
         elif value is not self._views.get(name):
             executor = self._home.executor
-            executor.wait_for_saving()
+            executor.host.wait_for_saving()
             executor.synchronize()
-            with executor.writing_state(f"setting {name} of '{self._home.slice.param.name}'"):
+            with executor.host.writing_state(f"setting {name} of '{self._home.slice.param.name}'"):
                 _set_moment(self._home, self._purposes[name], value)
 
     def __delitem__(self, name: str) -> None:
@@ -335,11 +335,11 @@ def begin_state(
     """The state of a parameter without `State`: the user's ``entries`` or, if there are none,
     zero moments."""
     if entries or was_updated:
-        home.executor.wait_for_saving()
+        home.executor.host.wait_for_saving()
         home.executor.synchronize()
     if not (entries or was_updated):
         return State(home, state_dtype)
-    with home.executor.writing_state(f"beginning the moments of '{home.slice.param.name}'"):
+    with home.executor.host.writing_state(f"beginning the moments of '{home.slice.param.name}'"):
         if not entries:
             _clear(home, state_dtype)
             return State(home, state_dtype)

@@ -211,7 +211,7 @@ def plan_of(
         try:
             step = batch.step(planned)
             # the plan adds a step's needs to the memory that is allocated by now
-            executor.host_limit = UNLIMITED
+            executor.host.limit = UNLIMITED
             return plan_step(executor, step)
         except AmbiguousBatchError:
             raise

@@ -233,7 +233,7 @@ def plan_step(executor: Executor, step: Callable[[], object], *, packed: bool = 
     assert isinstance(backend, VirtualBackend), "elsewhere a step would have to be run"
     import_compiler()
     tracker = StepTracker(executor)
-    before = sum(of_all_ranks(executor.host_bytes(), backend.machine.ranks).values())
+    before = sum(of_all_ranks(executor.host.bytes(), backend.machine.ranks).values())
     measure_kinds(executor, tracker)
     with positions_without_values(packed=packed):
         # a step to learn the order, and one more if slots are added at its end
@@ -241,14 +241,14 @@ def plan_step(executor: Executor, step: Callable[[], object], *, packed: bool = 
         prediction = predict_step(executor, step, warmup=warmup, memory=tracker)
     kind = backend.machine.kind
     reserve = {GAPS: gaps(tracker.comes_and_goes), CONTEXT: context_bytes(kind)} if kind == CUDA else {}
-    on_host = of_all_ranks(executor.host_bytes(), backend.machine.ranks)
+    on_host = of_all_ranks(executor.host.bytes(), backend.machine.ranks)
     return StepPlan(
         executor.device_bytes() | tracker.at_peak(),
         reserve,
         on_host,
         prediction,
         len(executor.pager.training.slots.buffers),
-        executor.disk_bytes(),
+        executor.host.disk_bytes(),
         sum(on_host.values()) - before,
     )
 

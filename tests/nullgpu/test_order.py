@@ -138,7 +138,7 @@ def test_layers_read_what_is_on_disk(what: str, options: dict[str, Any], tmp_pat
     budget = int(found[1])
     if what == "state":
         with wrapped_chain(**options) as model:
-            budget += wrapped(model).executor.host_bytes()["weights"]
+            budget += wrapped(model).executor.host.bytes()["weights"]
     check(**options, host_memory=budget, on_disk=what)
 
 

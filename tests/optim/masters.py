@@ -27,7 +27,7 @@ def master(param: torch.Tensor) -> torch.Tensor:
     home = require_home(param)
     home.executor.synchronize()
     with unguarded():
-        whole = home.executor.whole_shard(home.unit, only=home.slice)  # also where machines divide it
+        whole = home.executor.across.whole_shard(home.unit, only=home.slice)  # also where machines divide it
         return whole.exact(home.slice).float()
 
 

@@ -455,7 +455,7 @@ def test_an_option_set_from_single_parameters_is_an_error_in_training() -> None:
 def test_state_without_room_is_refused_before_anything_is_written() -> None:
     with model_in(BF16) as model:
         executor = model._streamer.executor
-        executor.host_limit = sum(executor.host_bytes().values()) + 400_000
+        executor.host.limit = sum(executor.host.bytes().values()) + 400_000
         with pytest.raises(MemoryError, match=r"the state of AdamW: .*state_dtype='int8'"):
             streamer.Optimizer(torch.optim.AdamW, model.parameters(), amsgrad=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -486,7 +486,7 @@ def test_state_without_room_in_memory_is_on_disk(name: str, room: int, weights: 
             params = [*model.parameters()]
             executor = model._streamer.executor
             if disk:  # room for three parts and some of the state
-                executor.host_limit = sum(executor.host_bytes().values()) + room
+                executor.host.limit = sum(executor.host.bytes().values()) + room
             optimizer = OPTIMIZERS[name](params)
             for step in range(3):
                 torch.manual_seed(step)

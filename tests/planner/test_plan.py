@@ -246,7 +246,7 @@ def test_one_layer_of_each_kind_counts_for_all(name: str, options: dict[str, Any
             *prediction.busy_seconds.values(),
             *prediction.exposed_seconds.values(),
         ]
-        return seconds, (prediction.flops, tracker.peak, executor.saved.peak, executor.host_bytes())
+        return seconds, (prediction.flops, tracker.peak, executor.saved.peak, executor.host.bytes())
 
     counted, run = figures(once=True), figures(once=False)
     assert counted[1] == run[1]

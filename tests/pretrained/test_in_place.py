@@ -121,7 +121,7 @@ def least(path: Path, disk: Any, **options: Any) -> int:
 
 
 def host_bytes(model: nn.Module) -> dict[str, int]:
-    return wrapped(model).executor.host_bytes()
+    return wrapped(model).executor.host.bytes()
 
 
 def moments(model: nn.Module) -> int:
@@ -190,12 +190,12 @@ def test_planned_bytes_are_held_bytes(disk: Any, tmp_path: Path) -> None:
     disk = disk is True or disks(tmp_path)
     model = make(path, disk, stay=0)
     held = host_bytes(model)
-    assert sum(held.values()) <= wrapped(model).executor.host_limit
+    assert sum(held.values()) <= wrapped(model).executor.host.limit
     assert held == {name: nbytes for name, nbytes in wrapped(model).planned.host.items() if nbytes}
     layout = wrapped(model).executor.store.shards[0].layout
     assert layout.nbytes <= held[WEIGHT_RING] // 3 < layout.nbytes + 4096
     assert held[FILE_BLOCKS] == between_bytes([StoredTensor(path, 0, BF16, WIDTH * HIDDEN)])
-    on_disk = wrapped(model).executor.disk_bytes()
+    on_disk = wrapped(model).executor.host.disk_bytes()
     assert on_disk.keys() <= {"remainders"} if disk is not True else not on_disk
     streamer.unwrap(model)
 
@@ -287,7 +287,7 @@ def test_trained_layers_go_to_a_folder_in_addition(tmp_path: Path) -> None:
     model = make(path, disks(tmp_path), stay=0, **options)
     executor = wrapped(model).executor
     assert set(read_in_place(model)) >= {0, 1, 2, 5}
-    assert executor.disk_bytes()["remainders"] > 0
+    assert executor.host.disk_bytes()["remainders"] > 0
     assert not any(shard.weights_on_disk.held_bytes for shard in executor.store.shards[:-1])  # type: ignore
     assert_equal(results(model), results(make(path, **options)))
 

@@ -127,7 +127,7 @@ def train_on_disk(rank: int, folder: str, machines: int | None) -> tuple[Arrays,
     )
     executor = wrapped(model).executor
     # room for three parts of each rank on this machine, and some of the state
-    executor.host_limit = sum(executor.host_bytes().values()) + 9_000_000
+    executor.host.limit = sum(executor.host.bytes().values()) + 9_000_000
     optimizer = optimizer_for("RMSprop", model)
     steps(model, optimizer, 0, 2)
     streamer.save(model, optimizer, Path(folder, "saved"), step=2)
@@ -161,9 +161,9 @@ def train_by_two(folder: str | None) -> tuple[Arrays, dict[str, int]]:
     executor, params = wrapped(model).executor, [*model.parameters()]
     optimizers: list[torch.optim.Optimizer] = [torch.optim.RMSprop(params[::2], lr=1e-3, momentum=0.9)]
     if folder is not None:
-        executor.host_limit = sum(executor.host_bytes().values()) + 10_500_000
+        executor.host.limit = sum(executor.host.bytes().values()) + 10_500_000
     optimizers.append(streamer.AdamW(params[1::2], lr=1e-3))
-    executor.host_limit += 5_000_000  # for three parts of each rank
+    executor.host.limit += 5_000_000  # for three parts of each rank
     for step in range(3):
         torch.manual_seed(step)
         language_loss(model, step).backward()

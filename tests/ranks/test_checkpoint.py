@@ -67,7 +67,7 @@ def held(wrapped: Any, optimizer: Any) -> Arrays:
     masters = {
         slice.param.name + " exact": whole.joined(slice)
         for unit in (*executor.units, executor.root)
-        for whole in [executor.whole_shard(unit)]
+        for whole in [executor.across.whole_shard(unit)]
         for slice in unit.layout.slices
     }
     return arrays({**moments, **masters, **wrapped.state_dict()})

@@ -121,8 +121,8 @@ def test_a_plan_of_machines_is_what_they_have_and_do(tmp_path: Path, monkeypatch
     made, _, planned_ops, planned_nbytes = use.planned_on(CPU, options, budget, str(tmp_path))
     planned, executor = wrapped(made).planned, wrapped(made).executor
     assert at_first == (dict(planned.host), dict(planned.disk))
-    assert there == executor.disk_bytes()
-    assert on_host == executor.host_bytes()
+    assert there == executor.host.disk_bytes()
+    assert on_host == executor.host.bytes()
     assert ops == planned_ops
     disk = ("READ_STATE", "WRITE_STATE", "READ_WEIGHTS", "WRITE_WEIGHTS")
     assert [nbytes[kind] for kind in disk] == [planned_nbytes[kind] for kind in disk]
@@ -143,7 +143,7 @@ def on_disk_of_one(options: dict[str, Any], folder: str) -> dict[str, int]:
     with pytest.raises(MemoryError) as refused:
         use.planned_on(machine, options, 1, folder)
     made, *_ = use.planned_on(machine, options, least_of(refused.value), folder)
-    return dict(wrapped(made).executor.disk_bytes())
+    return dict(wrapped(made).executor.host.disk_bytes())
 
 
 def write_fails(rank: int, folder: str) -> None:

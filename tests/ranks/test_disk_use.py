@@ -129,7 +129,7 @@ def train(rank: int, folder: str, options: dict[str, Any]) -> Any:
     ops, nbytes = ops_of(made)
     scratches = {*executor.store.scratch.values()}
     allocated = sum(scratch.allocated_bytes for scratch in scratches)  # type: ignore[attr-defined]
-    on_host, there = executor.host_bytes(), executor.disk_bytes()
+    on_host, there = executor.host.bytes(), executor.host.disk_bytes()
     streamer.unwrap(made)
     return given["host_memory"], at_first, on_host, there, allocated, ops, nbytes
 
@@ -165,8 +165,8 @@ def test_a_plan_of_ranks_is_what_they_have_and_do(
     shared = 0
     for rank, (_, at_first, on_host, there, allocated, ops_there, nbytes_there) in enumerate(answers):
         assert at_first == (dict(planned.host), dict(planned.disk))
-        assert on_host == executor.host_bytes()
-        assert there == executor.disk_bytes()
+        assert on_host == executor.host.bytes()
+        assert there == executor.host.disk_bytes()
         assert allocated == sum(there.values()), "once for all"
         # what `wrap` has planned, before there were moments
         assert {name: there[name] for name in planned.disk} == planned.disk
@@ -175,12 +175,12 @@ def test_a_plan_of_ranks_is_what_they_have_and_do(
         if rank == 0:
             assert (ops_there, nbytes_there) == (ops, nbytes)
     # the budget is for the memory of both
-    assert sum(of_all_ranks(executor.host_bytes(), 2).values()) <= budget
+    assert sum(of_all_ranks(executor.host.bytes(), 2).values()) <= budget
     # of the two steps of both ranks: everything is written twice, by its owner
-    assert shared == 2 * sum(executor.disk_bytes().values())
+    assert shared == 2 * sum(executor.host.disk_bytes().values())
     plan = plan_step(executor, step)
-    assert plan.host_bytes == of_all_ranks(executor.host_bytes(), 2)
-    assert plan.disk_bytes == executor.disk_bytes()
+    assert plan.host_bytes == of_all_ranks(executor.host.bytes(), 2)
+    assert plan.disk_bytes == executor.host.disk_bytes()
     for lane in DISKS:
         assert plan.prediction.moved_bytes[lane] > 0
     assert plan.prediction.busy_seconds[Lane.DISK_WRITE] == pytest.approx(

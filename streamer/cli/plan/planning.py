@@ -318,7 +318,7 @@ def _plan(
         raise error.__cause__ if isinstance(error.__cause__, MemoryError) else error from None
     executor = wrapped(model).executor
     # a plan adds the needs of steps to the memory that is allocated by now
-    executor.host_limit = UNLIMITED
+    executor.host.limit = UNLIMITED
     shape = config.train.per_device_train_batch_size, config.train.max_length
     # on the CPU, as data comes
     tokens = torch.zeros(shape, dtype=torch.long)

@@ -69,7 +69,7 @@ a backward. Gradients that were averaged before are the same on all ranks, and t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import pairwise, product
@@ -87,9 +87,10 @@ from streamer.engine.schedule.op import ROOT
 from streamer.engine.tensors import walk
 from streamer.engine.unit import Unit
 from streamer.store.host import HostStore
-from streamer.store.layout import ALIGN_BYTES, Layout, Stretch
+from streamer.store.layout import ALIGN_BYTES, Layout, Slice, Stretch
 from streamer.store.ledger import gather_bytes, reduce_bytes
-from streamer.store.purposes import FP32, Purpose
+from streamer.store.purposes import FP32, MASTERING, Purpose
+from streamer.store.shard import HostShard
 from streamer.store.shares import Share, places_of, within
 
 
@@ -449,6 +450,31 @@ class AcrossRanks:
 
         sent = parts.numel() * (self.ranks.local_size - 1) // self.ranks.local_size
         self._issuer.issue(ops.all_gather(unit.index, slot, sent), work)
+
+    def whole_shard(
+        self,
+        unit: Unit,
+        purposes: Iterable[Purpose] = MASTERING,
+        *,
+        only: Slice | None = None,
+        to: int | None = None,
+    ) -> HostShard:
+        """The host shard of ``unit``. If machines divide the state, a shard with copies of the pieces for
+        ``purposes``, of ``only`` one parameter or of all. With ``to``, only that rank gets the copies. It is
+        then a collective call of all ranks, after all updates are done."""
+        shard = self._store.shards[unit.index]
+        if not shard.is_divided or self._without_values is not None:
+            return shard
+        pieces = dict[str, torch.Tensor]()
+        for purpose in purposes:
+            if not (numel := purpose.numel(unit.layout)) or not shard.has(purpose):
+                continue
+            wanted = range(numel) if only is None else purpose.range(only)
+            found = self.whole(unit, purpose, wanted, to=to)
+            if to in (None, self.ranks.rank):
+                piece = pieces[purpose.name] = torch.empty(numel, dtype=purpose.dtype)
+                piece[wanted.start : wanted.stop] = found
+        return shard.with_whole(pieces)
 
     @as_plain
     def whole(self, unit: Unit, purpose: Purpose, wanted: range, *, to: int | None = None) -> torch.Tensor:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from streamer.engine.guard import Access, Kind, Tag, as_plain
 from streamer.engine.paging.across_ranks import AcrossRanks, Reduced
 from streamer.engine.paging.early_updates import EarlyUpdates
 from streamer.engine.paging.host_gradient import Assigned, HostGradient, is_summed
+from streamer.engine.paging.host_memory import HostMemory
 from streamer.engine.paging.norms import Norms, Squares, sum_squares
 from streamer.engine.paging.pager import Pager
 from streamer.engine.schedule import op as ops
@@ -45,7 +46,7 @@ from streamer.engine.unit import Unit
 from streamer.errors import warn
 from streamer.store.host import HostStore
 from streamer.store.layout import Stretch
-from streamer.store.ledger import Tier, num_grad_slots, require
+from streamer.store.ledger import num_grad_slots, require
 from streamer.store.purposes import FP32, GRADIENTS, STAGING, STAGING_BUFFERS, SUMS, host_bytes
 from streamer.store.shard import array
 from streamer.torch_private import storage_id
@@ -142,11 +143,11 @@ class Gradients:
         store: HostStore,
         pager: Pager,
         across: AcrossRanks,
+        memory: HostMemory,
         *,
         num_slots: int,
         sum_in_fp32: bool,
         in_backward: bool,
-        room: Callable[[Mapping[str, int], str], Tier],
         access: weakref.ref[Access],
     ) -> None:
         self._issuer = issuer
@@ -155,7 +156,7 @@ class Gradients:
         self._store = store
         self._pager = pager
         self._across = across
-        self._room = room
+        self._memory = memory
         self._nbytes = max(unit.layout.grad_nbytes for unit in units)
         self.slots = GradientSlots(num_grad_slots(num_slots), self._nbytes, issuer.backend.device_buffer)
         self.are_kept = not in_backward
@@ -543,7 +544,10 @@ class Gradients:
             "wrap with grad_dtype=None to add gradients up in the parameters' own dtype, or with a larger "
             "batch in place of several"
         )
-        require(f"a second backward before the step ({', '.join(wanted)})", self._room(wanted, remedy))
+        require(
+            f"a second backward before the step ({', '.join(wanted)})",
+            self._memory.room_of_all(wanted, remedy),
+        )
 
     def check_kept(self, unit: Unit, wanted: dict[str, int]) -> None:
         """Raise MemoryError if there is no room for another buffer of gradients of ``unit``."""
@@ -554,7 +558,7 @@ class Gradients:
                 f"tensors made from gradients of '{unit.name}' step after step (p.grad.detach(), .cpu(), "
                 ".view(), .numpy()) each hold the memory of all its gradients: keep copies (.clone())"
             )
-        room = self._room(wanted, "keep copies of them (.clone())")
+        room = self._memory.room_of_all(wanted, "keep copies of them (.clone())")
         require(f"kept gradients of '{unit.name}'", room)
 
     def release(self) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from streamer.engine.paging.across_ranks import AcrossRanks
 from streamer.engine.paging.disk_pager import DiskPager, ShardUpdate
+from streamer.engine.paging.host_memory import HostMemory
 from streamer.engine.paging.parameters import Parameters
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
@@ -298,6 +299,7 @@ class Pager:
         root: Unit,
         store: HostStore,
         across: AcrossRanks,
+        memory: HostMemory,
         *,
         num_slots: int,
         gathers: bool,
@@ -316,6 +318,7 @@ class Pager:
             root,
             store,
             self._disk,
+            memory,
             self.root_buffer,
             writes_masters=across.ranks.is_first_of_machine,
         )

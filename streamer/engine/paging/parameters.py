@@ -32,6 +32,7 @@ from torch import nn
 
 from streamer.engine.guard import as_plain, not_a_number
 from streamer.engine.paging.disk_pager import DiskPager
+from streamer.engine.paging.host_memory import HostMemory
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import ROOT
@@ -39,6 +40,7 @@ from streamer.engine.unit import Unit
 from streamer.store.host import HostStore
 from streamer.store.layout import Slice
 from streamer.store.ledger import host, require
+from streamer.store.purposes import WEIGHT_COPIES
 from streamer.store.shard import streamed
 from streamer.torch_private import storage_owners
 
@@ -85,6 +87,7 @@ class Parameters:
         root: Unit,
         store: HostStore,
         disk: DiskPager,
+        memory: HostMemory,
         root_buffer: torch.Tensor,
         *,
         writes_masters: bool,
@@ -95,6 +98,7 @@ class Parameters:
         self._root = root
         self._store = store
         self._disk = disk
+        self._memory = memory
         self._root_buffer = root_buffer
         self._writes_masters = writes_masters
         self.of = {unit.index: ParameterState(unit.written()) for unit in (*units, root)}
@@ -295,14 +299,15 @@ class Parameters:
         unit.refresh_parts()
         state.copy, state.owners, state.in_flight = Copy.SAME, self._owners(unit), False
         self._copied.append(unit.index)
+        self._note_copies()
 
     def beyond(self, keep: int) -> list[Unit]:
         """The units that have copies, except the last ``keep``."""
         return [self._units[index] for index in self._copied[: max(0, len(self._copied) - keep)]]
 
-    def copied_bytes(self) -> int:
-        """Bytes of host memory of copies."""
-        return sum(self._units[index].layout.nbytes for index in self._copied)
+    def _note_copies(self) -> None:
+        nbytes = sum(self._units[index].layout.nbytes for index in self._copied)
+        self._memory.taken[WEIGHT_COPIES] = nbytes
 
     @as_plain
     def _write_out(self, unit: Unit) -> None:
@@ -317,6 +322,7 @@ class Parameters:
             return
         state.copy, state.aliased = Copy.NONE, set()
         self._copied.remove(unit.index)
+        self._note_copies()
         self._hide(unit)
         shard.release_copy(write=has_changed)
 

@@ -24,11 +24,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from streamer.engine.paging.host_memory import HostMemory
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
 from streamer.engine.schedule.op import Place
 from streamer.engine.tensors import SavedBytes, storages
-from streamer.store.ledger import Tier, require
+from streamer.store.ledger import require
+from streamer.store.purposes import SAVED_INPUTS
 
 
 class Paged:
@@ -153,10 +155,10 @@ _NONE: AbstractContextManager[Fetched] = nullcontext(((), ()))
 class InputPager:
     """The saved inputs of all layers. [Note: saved inputs]"""
 
-    def __init__(self, issuer: Issuer, on_device: SavedBytes, host: Callable[[int, str], Tier]) -> None:
+    def __init__(self, issuer: Issuer, on_device: SavedBytes, memory: HostMemory) -> None:
         self.places = HostPlaces(self._allocate, self._give_back)
         self._issuer = issuer
-        self._host = host
+        self._memory = memory
         self._on_device = on_device
         #: by storage
         self._known = WeakIdKeyDictionary()
@@ -256,6 +258,7 @@ class InputPager:
         source = paged.dense(tensor)
         # from here on no allocation can fail
         paged.place = self.places.take(source.numel())
+        self._memory.taken[SAVED_INPUTS] = self.places.nbytes
         into = self.places.buffers[paged.place][: source.numel()]
         try:
             # the copy begins when the tensor is computed
@@ -329,10 +332,11 @@ class InputPager:
         self._issuer.mark(ops.sync((place,), to_write=to_write))
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
+        self._memory.taken[SAVED_INPUTS] = self.places.nbytes
         require(
             f"a layer's saved inputs in host memory, in addition to {self.places.nbytes} bytes of them "
             "(activations='recompute+offload')",
-            self._host(
+            self._memory.room(
                 nbytes,
                 "take a smaller batch, or 'recompute' for some of the layers, or, with a disk, wrap with "
                 "example=, a batch, to leave room for them",

@@ -144,22 +144,22 @@ class Replay:
         parts = [*chain(*of_units.values())]
         needed = needed_by(optimizer, self._is_mine, call)
         held = sum(held_bytes(dict.__getitem__(optimizer.state, key)) for key in dict.keys(optimizer.state))
-        counted = executor.optimizer_state.get(self, 0)
+        counted = executor.host.optimizer_state.get(self, 0)
         # state that a constructor or a checkpoint has created is in memory, but under a limit not counted yet
-        present = counted if executor.host_limit < UNLIMITED else max(held, counted)
+        present = counted if executor.host.limit < UNLIMITED else max(held, counted)
         more = max(0, sum(needed.values()) - present)
         scratch = max((part.stop for part in parts), default=0) * SCRATCH_BYTES
-        scratch = max(0, scratch - executor.scratch_bytes())
+        scratch = max(0, scratch - executor.host.scratch_bytes())
         ring = IN_MEMORY * max((sum(needed[id(p)] for p in part.params) for part in parts), default=0)
         # the rank with the most decides for all
         of_all = ranks.exchange("room for the state of an optimizer", (more, scratch, ring))
         more, scratch, ring = map(max, zip(*of_all, strict=True))
         remedy = "use streamer.AdamW with state_dtype='int8', or freeze parameters"
         what = f"the state of {type(optimizer).__name__}"
-        room = executor.host_of_all({OPTIMIZER_STATE: more, UPDATE_SCRATCH: scratch}, remedy)
+        room = executor.host.room_of_all({OPTIMIZER_STATE: more, UPDATE_SCRATCH: scratch}, remedy)
         room = replace(room, available=ranks.least("the bytes of free host memory", room.available))
         if not room.lacking:
-            executor.optimizer_state[self] = sum(needed.values())
+            executor.host.optimizer_state[self] = sum(needed.values())
             return
         left = room.available // here - scratch - ring
         if not executor.store.can_move or self._way is not Way.PARTS or not executor.gradients.are_kept:
@@ -171,8 +171,8 @@ class Replay:
         _, gone = placement.place([placement.Way(0, sizes)], left)
         self._spill(optimizer, {param for number in gone for param in units[number]})
         on_disk = sum(needed[param] for param in self._on_disk)
-        executor.optimizer_state[self] = sum(needed.values()) - on_disk + ring
-        executor.optimizer_state_on_disk[self] = on_disk
+        executor.host.optimizer_state[self] = sum(needed.values()) - on_disk + ring
+        executor.host.optimizer_state_on_disk[self] = on_disk
 
     def _spill(self, optimizer: Optimizer, params: set[int]) -> None:
         """Spill the state of these parameters to disk."""
@@ -297,7 +297,7 @@ class Replay:
                 if (with_gradient := [each for each in of_unit if each[1].grad is not None])
             }
         parts = self._parts(optimizer, members)
-        scratch = self.executor.scratch(max((part.stop for part in chain(*parts.values())), default=0))
+        scratch = self.executor.host.scratch(max((part.stop for part in chain(*parts.values())), default=0))
         updates = {
             index: _UnitUpdate([param for _, param in members[index]], of_unit, scratch, scale, step)
             for index, of_unit in parts.items()
@@ -444,7 +444,7 @@ class Replay:
                 "with update='step', or use streamer.AdamW"
             )
         parts = self._parts(optimizer, mine)[unit.index]
-        scratch = self.executor.scratch(max((part.stop for part in parts), default=0))
+        scratch = self.executor.host.scratch(max((part.stop for part in parts), default=0))
         update = _UnitUpdate([param for _, param in mine[unit.index]], parts, scratch, 1.0, None)
         update.positions = {id(param): number for number, param in enumerate(unit.trainable)}
 

@@ -85,4 +85,4 @@ def await_state(params: Iterable[Any]) -> None:
     """Block until the updates of those ``params`` that belong to wrapped models are done."""
     homes = [home_of(param) for param in [*params] if isinstance(param, torch.Tensor)]
     for executor, unit in dict.fromkeys((home.executor, home.unit) for home in homes if home is not None):
-        executor.await_state(unit)
+        executor.host.await_state(unit)

@@ -60,7 +60,7 @@ def train(width, layers, steps, **options):
         losses.append(loss.item())
     streamer.synchronize(model)
     executor = wrapped(model).executor
-    found = sum(executor.host_bytes().values()), sum(executor.disk_bytes().values())
+    found = sum(executor.host.bytes().values()), sum(executor.host.disk_bytes().values())
     wrapped(model).close()
     return losses, *found
 

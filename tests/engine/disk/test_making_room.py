@@ -36,7 +36,7 @@ def wrap(folder: Path, budget: int, **options: Any) -> nn.Module:
 
 
 def held(model: nn.Module) -> int:
-    return sum(wrapped(model).executor.host_bytes().values())
+    return sum(wrapped(model).executor.host.bytes().values())
 
 
 def budget_for(state_dtype: Any, **options: Any) -> int:
@@ -97,11 +97,11 @@ def test_accumulation_takes_the_room_of_moments(
     streamer.unwrap(plain)
     model = wrap(tmp_path, budget, **options)
     executor = wrapped(model).executor
-    assert not executor.disk_bytes()
+    assert not executor.host.disk_bytes()
     assert_equal(run(model, state_dtype, budget), expected)
-    on_disk = executor.disk_bytes()
+    on_disk = executor.host.disk_bytes()
     assert on_disk.keys() >= {"exp_avg", "exp_avg_sq"}
-    assert executor.host_bytes()["exp_avg"] > 0, "no more goes than must"
+    assert executor.host.bytes()["exp_avg"] > 0, "no more goes than must"
     streamer.unwrap(model)
 
 
@@ -109,12 +109,12 @@ def test_with_all_moments_on_disk_what_is_short_is_said(tmp_path: Path) -> None:
     model = wrap(tmp_path, budget_for("int8"))
     optimizer = adamw(model, "int8")
     executor = wrapped(model).executor
-    executor.host_limit = held(model) + 1000
+    executor.host.limit = held(model) + 1000
     before = end_of(model, optimizer)
     loss_of(model, 0).backward()
     with pytest.raises(MemoryError, match="a second backward before the step .* wrap with grad_dtype=None"):
         loss_of(model, 1).backward()
-    assert not executor.disk_bytes(), "nothing goes where that does not help"
+    assert not executor.host.disk_bytes(), "nothing goes where that does not help"
     assert_equal(end_of(model, optimizer), before)
     streamer.unwrap(model)
 
@@ -127,7 +127,7 @@ def test_updates_that_are_running_are_waited_for(tmp_path: Path) -> None:
         executor = wrapped(model).executor
         for number, size in enumerate((1, 1, 64, 64)):
             if budget is not None and size == 64:
-                executor.host_limit = held(model) + 60_000
+                executor.host.limit = held(model) + 60_000
             tokens = torch.randint(VOCAB, (size, 6), generator=torch.Generator().manual_seed(number))
             model(tokens).float().square().mean().backward()
             optimizer.step()
@@ -141,7 +141,7 @@ def test_updates_that_are_running_are_waited_for(tmp_path: Path) -> None:
     slow = ThreadBackend(delays={Lane.HOST: lambda: 0.03}, poison=True)
     model = wrap(tmp_path, 1 << 30, backend=slow, **options)
     assert_equal(losses(model, 1), expected)
-    assert wrapped(model).executor.disk_bytes()
+    assert wrapped(model).executor.host.disk_bytes()
     streamer.unwrap(model)
 
 
@@ -156,7 +156,7 @@ def test_a_checkpoint_that_is_being_written_has_what_it_had(
     saving = streamer.save(model, optimizer, tmp_path / "checkpoint", step=1, block=False)
     expected = [accumulates(model, optimizer, number) for number in (1, 2)]
     saving.result()
-    assert wrapped(model).executor.disk_bytes()
+    assert wrapped(model).executor.host.disk_bytes()
     streamer.load(model, optimizer, tmp_path / "checkpoint")
     assert [accumulates(model, optimizer, number) for number in (1, 2)] == expected
     streamer.unwrap(model)
@@ -186,10 +186,10 @@ def test_a_disk_that_cannot_take_them_leaves_them_in_memory(tmp_path: Path, call
     with pytest.raises(DiskError, match=r"disk=.* (has no room|failed)"):
         loss_of(model, 8).backward()
     fails = False
-    assert not wrapped(model).executor.disk_bytes()
+    assert not wrapped(model).executor.host.disk_bytes()
     assert not any(shard.uses_disk for shard in wrapped(model).executor.store.shards)
     assert_equal(end_of(model, optimizer), before)
     optimizer.zero_grad()
     accumulates(model, optimizer, 1)
-    assert wrapped(model).executor.disk_bytes()
+    assert wrapped(model).executor.host.disk_bytes()
     streamer.unwrap(model)

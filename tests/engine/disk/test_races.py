@@ -41,7 +41,7 @@ def trained(
     streamer.wrap(model, backend=ThreadBackend(delays=delays, poison=True), **options)
     try:
         optimizer = adamw(model, state_dtype)
-        assert folder is None or wrapped(model).executor.disk_bytes()
+        assert folder is None or wrapped(model).executor.host.disk_bytes()
         losses = [a_step(model, optimizer, step) for step in range(STEPS)]
         return {"losses": losses, **end_of(model, optimizer)}
     finally:

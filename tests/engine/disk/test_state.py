@@ -88,7 +88,7 @@ def budgets(update: str, dtype: torch.dtype, tied: bool, frozen: bool) -> tuple[
     least = least_budget(model, **options)
     streamer.wrap(model, **options)
     streamer.AdamW(model.parameters())
-    most = sum(wrapped(model).executor.host_bytes().values())
+    most = sum(wrapped(model).executor.host.bytes().values())
     streamer.unwrap(model)
     return least, most
 
@@ -153,9 +153,9 @@ def trained(case: Case, folder: Path | None) -> list[dict[str, Any]]:
         optimizer = adamw(case, model)
         executor = wrapped(model).executor
         if folder is not None and case.budget == "least":
-            assert "weights" in executor.disk_bytes()
+            assert "weights" in executor.host.disk_bytes()
         if case.backwards > 1:
-            executor.host_limit = UNLIMITED  # the sums of gradients come on top
+            executor.host.limit = UNLIMITED  # the sums of gradients come on top
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) if case.scaler else None
         seen = [step(case, model, optimizer, number, scaler) for number in range(STEPS)]
         return [*seen, end_of(model, optimizer), {"skipped": streamer.stats(model).skipped_steps}]

@@ -49,7 +49,7 @@ def wrap(
         budget = least(update) if weights else BUDGET[update]
         options |= {"host_memory": budget, "disk": disks(folder, 2, system=system or System())}
     model = streamer.wrap(Model(), update=update, **options)
-    assert ("weights" in wrapped(model).executor.disk_bytes()) == weights
+    assert ("weights" in wrapped(model).executor.host.disk_bytes()) == weights
     return model
 
 
@@ -269,11 +269,11 @@ def test_moments_for_which_the_disk_has_no_room_leave_the_old_ones_alone(tmp_pat
     losses, end = undisturbed()
     assert [a_step(model, optimizer, number) for number in range(3)] == losses[:3]
     streamer.synchronize(model)
-    held = wrapped(model).executor.host_bytes(), wrapped(model).executor.disk_bytes()
+    held = wrapped(model).executor.host.bytes(), wrapped(model).executor.host.disk_bytes()
     full = True
     with pytest.raises(DiskError, match=rf"disk={tmp_path}/disk0 has no room: [0-9]+ bytes are needed"):
         adamw(model, torch.bfloat16)
-    assert (wrapped(model).executor.host_bytes(), wrapped(model).executor.disk_bytes()) == held
+    assert (wrapped(model).executor.host.bytes(), wrapped(model).executor.host.disk_bytes()) == held
     assert [a_step(model, optimizer, number) for number in range(3, STEPS)] == losses[3:]
     assert_equal(end_of(model, optimizer), end)
     streamer.unwrap(model)

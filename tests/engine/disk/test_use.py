@@ -297,10 +297,10 @@ def test_a_step_moves_as_many_bytes_as_the_disk_holds(
     streamer.wrap(model, host_memory=budget, disk=counting.disks, **options)
     executor = wrapped(model).executor
     # what the ring for shorter moments leaves room for shall not be used
-    monkeypatch.setattr(executor, "host_limit", RING * sum(executor.host_bytes().values()))
+    monkeypatch.setattr(executor.host, "limit", RING * sum(executor.host.bytes().values()))
     monkeypatch.setattr(type(executor), "place_moments", lambda *_: frozenset(range(LAYERS + 1)))
     optimizer = streamer.AdamW(model.parameters(), lr=1e-2, state_dtype=state_dtype)
-    held = executor.disk_bytes()
+    held = executor.host.disk_bytes()
     of_weights = held.pop("weights", 0)
     assert of_weights == (2 * params if weights else 0)
     assert 2 * sum(held.values()) == per_parameter * params
@@ -374,15 +374,15 @@ def test_host_memory_stays_within_the_budget_and_nothing_is_left(tmp_path: Path)
         optimizer = adamw(model, state_dtype)
         for number in range(2):
             a_step(model, optimizer, number)
-            assert sum(executor.host_bytes().values()) <= limit
+            assert sum(executor.host.bytes().values()) <= limit
         path = tmp_path / str(state_dtype)
         streamer.save(model, optimizer, path, step=2)
         streamer.load(model, optimizer, path)
-        assert sum(executor.host_bytes().values()) <= limit
-        ring = executor.host_bytes()["ring of state on disk"]
+        assert sum(executor.host.bytes().values()) <= limit
+        ring = executor.host.bytes()["ring of state on disk"]
         assert most <= limit - ring
     streamer.unwrap(model)
-    assert executor.disk_bytes() == executor.host_bytes() == {}
+    assert executor.host.disk_bytes() == executor.host.bytes() == {}
     del executor, optimizer
     assert held_by_the_process(tmp_path) | {"names": 0} == before | {"names": 0}
     assert [path for path in (tmp_path / "disk0").iterdir()] == []
@@ -436,11 +436,11 @@ def test_a_disk_without_room_for_masters_leaves_the_model_as_it_was(tmp_path: Pa
 def test_moments_without_room_for_the_ring_are_refused(tmp_path: Path) -> None:
     model = wrap(tmp_path)
     executor = wrapped(model).executor
-    executor.host_limit = sum(executor.host_bytes().values()) + 1000
+    executor.host.limit = sum(executor.host.bytes().values()) + 1000
     with pytest.raises(MemoryError, match="host_memory needs [0-9]+ bytes and has 1000 bytes .* too few"):
         adamw(model)
     assert not executor.updated_by
-    executor.host_limit = least()
+    executor.host.limit = least()
     a_step(model, adamw(model), 0)
     with warnings.catch_warnings():
         streamer.unwrap(model)
@@ -452,10 +452,10 @@ def test_planned_bytes_are_held_bytes(tmp_path: Path, room: int, update: str) ->
     budget = least_budget(Model(), **options) + room
     model = streamer.wrap(Model(), host_memory=budget, disk=disks(tmp_path), **options)
     executor, planned = wrapped(model).executor, wrapped(model).planned
-    assert executor.host_bytes() == planned.host
-    assert executor.disk_bytes() == planned.disk
+    assert executor.host.bytes() == planned.host
+    assert executor.host.disk_bytes() == planned.disk
     optimizer = adamw(model)
     loss_of(model, 0).backward()
     optimizer.step()
-    assert sum(executor.host_bytes().values()) <= budget
+    assert sum(executor.host.bytes().values()) <= budget
     streamer.unwrap(model)

@@ -108,7 +108,7 @@ def test_memory_that_is_kept_counts_and_is_warned_of() -> None:
         executor = wrapped(model).executor
         optimizer = streamer.AdamW(model.parameters())
         one_step(model, optimizer, 0)
-        alone, of_layer = executor.host_bytes(), executor.units[1].layout.grad_nbytes
+        alone, of_layer = executor.host.bytes(), executor.units[1].layout.grad_nbytes
 
         def keep(steps: int) -> list[torch.Tensor]:
             kept = []
@@ -120,10 +120,10 @@ def test_memory_that_is_kept_counts_and_is_warned_of() -> None:
             return kept
 
         kept = keep(4)
-        assert executor.host_bytes()["gradients"] == alone["gradients"] + 3 * of_layer
+        assert executor.host.bytes()["gradients"] == alone["gradients"] + 3 * of_layer
         del kept
         one_step(model, optimizer, 0)
-        assert executor.host_bytes() == alone
+        assert executor.host.bytes() == alone
         with pytest.warns(UserWarning, match=r"of .transformer\.h\.1. step after step .*keep copies"):
             keep(6)
 
@@ -131,7 +131,7 @@ def test_memory_that_is_kept_counts_and_is_warned_of() -> None:
 def test_memory_that_is_kept_is_refused_where_there_is_none_left() -> None:
     with streamed(gpt()) as model:
         streamer.AdamW(model.parameters())
-        limit = sum(wrapped(model).executor.host_bytes().values()) + 1000
+        limit = sum(wrapped(model).executor.host.bytes().values()) + 1000
     with streamed(gpt(), host_memory=limit) as model:
         optimizer = streamer.AdamW(model.parameters())
         language_loss(model, 0).backward()

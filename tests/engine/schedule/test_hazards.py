@@ -124,7 +124,7 @@ def record(
         model = streamer.wrap(plain, layers="1", device_memory=budget, backend=backend, **options)
         counts = []
         optimizer = streamer.AdamW(model.parameters(), lr=1e-3)
-        held = wrapped(model).executor.disk_bytes()
+        held = wrapped(model).executor.host.disk_bytes()
         assert (bool(held), "weights" in held) == (on_disk is not None, on_disk == "weights")
         for step in range(3):
             for _ in range(2 if on_disk is None else 1):
