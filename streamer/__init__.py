@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 from streamer.version import __version__
 
 if TYPE_CHECKING:
+    from streamer.api import Plan as Plan
+    from streamer.api import plan as plan
+    from streamer.api import wrap as wrap
     from streamer.checkpoint.load import Loaded as Loaded
     from streamer.checkpoint.load import load as load
     from streamer.checkpoint.save import save as save
@@ -14,14 +17,11 @@ if TYPE_CHECKING:
     from streamer.errors import CheckpointError as CheckpointError
     from streamer.errors import DiskError as DiskError
     from streamer.loss import chunked_cross_entropy as chunked_cross_entropy
-    from streamer.model.plan import Plan as Plan
-    from streamer.model.plan import plan as plan
     from streamer.model.stats import Stats as Stats
     from streamer.model.stats import save_trace as save_trace
     from streamer.model.stats import stats as stats
     from streamer.model.stats import synchronize as synchronize
     from streamer.model.unwrap import unwrap as unwrap
-    from streamer.model.wrap import wrap as wrap
     from streamer.optim.adamw import AdamW as AdamW
     from streamer.optim.adamw import NonFiniteError as NonFiniteError
     from streamer.optim.clip import clip_grad_norm_ as clip_grad_norm_
@@ -71,7 +71,7 @@ _HOMES = {
     "Muon": "streamer.optim.muon",
     "NonFiniteError": "streamer.optim.adamw",
     "Optimizer": "streamer.optim.optimizer",
-    "Plan": "streamer.model.plan",
+    "Plan": "streamer.api",
     "Stats": "streamer.model.stats",
     "chosen": "streamer.planner.model",
     "chunked_cross_entropy": "streamer.loss",
@@ -79,13 +79,13 @@ _HOMES = {
     "from_deepspeed_config": "streamer.deepspeed",
     "from_pretrained": "streamer.pretrained.load",
     "load": "streamer.checkpoint.load",
-    "plan": "streamer.model.plan",
+    "plan": "streamer.api",
     "save": "streamer.checkpoint.save",
     "save_trace": "streamer.model.stats",
     "stats": "streamer.model.stats",
     "synchronize": "streamer.model.stats",
     "unwrap": "streamer.model.unwrap",
-    "wrap": "streamer.model.wrap",
+    "wrap": "streamer.api",
 }
 
 if not TYPE_CHECKING:  # to a type checker a __getattr__ means that every name is there

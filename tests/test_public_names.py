@@ -75,7 +75,7 @@ def test_names_are_listed_before_they_are_imported() -> None:
 def test_every_way_to_import(fresh: None) -> None:
     import streamer.loss
     from streamer import AdamW, wrap
-    from streamer.model import wrap as wrapping
+    from streamer import api as wrapping
 
     assert AdamW is streamer.AdamW
     assert wrapping.wrap is wrap is streamer.wrap

@@ -1,7 +1,8 @@
 """The interface of a backend: lanes that run work in order, events that mark its end, and memory.
 
 Only the files of this folder use streams, threads and pinned memory. All other code submits work to a lane,
-with the events that the work must wait for, and gets the event of its end.
+with the events that the work must wait for, and gets the event of its end. `in_background` runs work in a
+thread of its own, which reads data that other threads are about to change.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import abc
 import enum
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -309,3 +311,68 @@ def buffers_within(nbytes: int, others: int, each: int) -> int:
     """The number of buffers of ``each`` bytes that fit in ``nbytes``, if other tensors take at most
     ``others`` bytes."""
     return (nbytes - others - gaps(others)) // (-(-each // BLOCK_BYTES) * BLOCK_BYTES)
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Handover(Generic[K]):
+    """``keys`` name the data to read. Before it changes the data of a key, a thread calls `before_change`,
+    which waits until the data is read."""
+
+    def __init__(self, keys: Iterable[K]) -> None:
+        self._left = list(keys)
+        self._changed = threading.Condition()
+
+    def before_change(self, key: K) -> None:
+        """Return when the data of ``key`` may be changed. Not to be called by the reading thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: key not in self._left)
+
+    def read_all(self, read: Callable[[K], None]) -> None:
+        """Call ``read`` with every key, in order. An error ends all waiting."""
+        try:
+            while self._left:
+                read(self._left[0])
+                with self._changed:
+                    self._left.pop(0)
+                    self._changed.notify_all()
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Read no more, and end all waiting."""
+        with self._changed:
+            self._left.clear()
+            self._changed.notify_all()
+
+
+class Background(Future[None]):
+    """Work in a thread of its own. ``is_awaited`` is whether `result`, which raises its error, was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_awaited = False
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the work is done; raise its error."""
+        self.is_awaited = True
+        super().result(timeout)
+
+
+def in_background(work: Callable[[], None], name: str) -> Background:
+    """Run ``work`` in a thread of its own; the process does not end before that thread."""
+    done = Background()
+    # no caller can cancel it now: a cancelled future takes no result
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name=name).start()
+    return done

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamer.checkpoint.frozen import LeftOut
-from streamer.checkpoint.manifest import Manifest
+from streamer.checkpoint.manifest import LeftOut, Manifest
 from streamer.checkpoint.save import (
     BUFFERS,
     FROZEN,

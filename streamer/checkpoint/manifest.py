@@ -2,7 +2,8 @@
 folders that are complete or do not exist.
 
 A checkpoint is written into a hidden folder next to its final path, flushed to the disk, and renamed: a
-folder with its final name is complete.
+folder with its final name is complete. A checkpoint may leave out frozen parameters, such as the base of
+adapters. The manifest holds their checksums, so that `load` can check that the model has the same values.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from streamer.checkpoint.tensors import Entry, check_tensors, in_a_line
+from streamer.checkpoint.tensors import DTYPES, Entry, bytes_of, check_tensors, in_a_line
 from streamer.errors import CheckpointError
+from streamer.store.layout import Slice
+from streamer.store.shard import HostShard
+from streamer.store.weights_on_disk import WeightsOnDisk
 
 NAME = "manifest.json"
 #: The format's version: increased when older readers cannot read a new file.
@@ -157,3 +162,33 @@ def flush(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A manifest's entry for a parameter that the checkpoint leaves out: its dtype by the name of the
+    safetensors format, its shape, and the CRC-32 of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    crc32: int
+
+    @staticmethod
+    def held(slice: Slice, shard: HostShard) -> LeftOut:
+        """The entry of a frozen parameter of ``shard``, which is read as a whole; read only once if it is in
+        the user's file, which does not change."""
+        on_disk = shard.weights_on_disk
+        known = _IN_FILES.setdefault(on_disk, {}) if on_disk.is_stored(slice) else {}
+        if slice not in known:
+            values = shard.weight_of(slice)
+            known[slice] = LeftOut(DTYPES[values.dtype], tuple(values.shape), zlib.crc32(bytes_of(values)))
+        return known[slice]
+
+    @staticmethod
+    def parsed(value: Mapping[str, Any]) -> LeftOut:
+        """The entry, as a manifest has it."""
+        return LeftOut(value["dtype"], tuple(value["shape"]), value["crc32"])
+
+
+#: Known entries of parameters in files, for as long as these files are read.
+_IN_FILES: WeakKeyDictionary[WeightsOnDisk, dict[Slice, LeftOut]] = WeakKeyDictionary()

@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamer.backends.background import Handover, in_background
-from streamer.backends.base import Backend
+from streamer.backends.base import Backend, Handover, in_background
 from streamer.backends.ranks import Ranks
-from streamer.checkpoint.frozen import LeftOut
-from streamer.checkpoint.manifest import Manifest, new_folder
+from streamer.checkpoint.manifest import LeftOut, Manifest, new_folder
 from streamer.checkpoint.tensors import (
     DTYPES,
     Entry,

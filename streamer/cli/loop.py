@@ -34,15 +34,18 @@ from streamer.cli.run import (
     CONFIG,
     FAILURES,
     METRICS,
+    Batch,
     Lines,
     Stop,
     failed,
+    logits_of,
+    loss_function,
     model_line,
     seconds_of,
     silent,
+    step_on,
     write_end,
 )
-from streamer.cli.step import Batch, logits_of, loss_function, step_on
 from streamer.engine.handle import wrapped
 
 #: Length of the prompt of the final sample, in tokens of validation text.

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamer.api import wrap
 from streamer.backends.disk import Disks
 from streamer.errors import CheckpointError
 from streamer.model.init import Init, UnitInit
 from streamer.model.layers import Layers, find_layers
 from streamer.model.options import Dtype, Folders, dtype_of, folders_of
 from streamer.model.units import DTYPES
-from streamer.model.wrap import wrap
 from streamer.pretrained.architecture import ModelClass, build, is_quantized
 from streamer.pretrained.files import Stored, stored_tensors
 from streamer.pretrained.match import Tensors

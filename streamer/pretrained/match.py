@@ -18,9 +18,8 @@ from streamer.checkpoint.tensors import in_a_line
 from streamer.errors import CheckpointError, shortened
 from streamer.model.init import exchange
 from streamer.model.units import DTYPES, kept_dtype
-from streamer.pretrained.architecture import of_library
+from streamer.pretrained.architecture import Joining, Pieces, of_library
 from streamer.pretrained.files import Stored
-from streamer.pretrained.joined import Joining, Pieces
 from streamer.quantized.parts import parts_of
 
 

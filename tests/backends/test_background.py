@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from streamer.backends.background import Handover, in_background
+from streamer.backends.base import Handover, in_background
 
 
 @pytest.mark.parametrize("seed", range(2))

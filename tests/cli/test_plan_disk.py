@@ -20,7 +20,7 @@ from streamer.cli.main import main
 from streamer.cli.plan import command
 from streamer.cli.plan.planning import plan_run
 from streamer.cli.plan.variants import WAITING, least_batch_that_hides_disk, waiting_for_disk, with_batch
-from streamer.cli.step import loss_function, step_on
+from streamer.cli.run import loss_function, step_on
 from streamer.model.options import parse_bytes
 from streamer.planner.machine import MACHINES
 from streamer.store import on_disk

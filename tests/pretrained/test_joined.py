@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers.core_model_loading import Concatenate, Interleave, MergeModulelist, Transpose
 
+from streamer.pretrained.architecture import Joining
 from streamer.pretrained.files import Stored
-from streamer.pretrained.joined import Joining
 
 Made = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 

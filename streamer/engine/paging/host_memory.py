@@ -11,8 +11,7 @@ from functools import partial
 
 import torch
 
-from streamer.backends.background import Background
-from streamer.backends.base import Lock
+from streamer.backends.base import Background, Lock
 from streamer.backends.ranks import Ranks
 from streamer.engine.schedule import op as ops
 from streamer.engine.schedule.hazards import Issuer
