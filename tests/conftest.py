@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -122,9 +123,10 @@ def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     left = [each for each in set(threading.enumerate()) - before if each.name.startswith("streamer-")]
+    until = time.monotonic() + 10
     for thread in left:
-        # one whose work is done, as its future has told, is about to end
-        thread.join(timeout=10)
+        # one whose work is done, as its future says, is about to end
+        thread.join(timeout=max(0.0, until - time.monotonic()))
     assert [thread.name for thread in left if thread.is_alive()] == []
 
 

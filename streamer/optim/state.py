@@ -311,6 +311,22 @@ class State(MutableMapping[str, Any]):
     def __contains__(self, name: object) -> bool:
         return name in self._values or name in self._purposes
 
+    # the operators and the method of a dict that a mapping lacks
+
+    def __or__(self, other: Any) -> Any:
+        return dict(self) | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | dict(self)
+
+    def __ior__(self, other: Any) -> State:
+        self.update(other)
+        return self
+
+    def copy(self) -> dict[str, Any]:
+        """A plain dict."""
+        return dict(self)
+
     def __repr__(self) -> str:
         return repr(dict(self))
 

@@ -298,7 +298,7 @@ def test_a_step_moves_as_many_bytes_as_the_disk_holds(
     executor = wrapped(model).executor
     # what the ring for shorter moments leaves room for shall not be used
     monkeypatch.setattr(executor.host, "limit", RING * sum(executor.host.bytes().values()))
-    monkeypatch.setattr(type(executor), "place_moments", lambda *_: frozenset(range(LAYERS + 1)))
+    monkeypatch.setattr(type(executor.host), "place_moments", lambda *_: frozenset(range(LAYERS + 1)))
     optimizer = streamer.AdamW(model.parameters(), lr=1e-2, state_dtype=state_dtype)
     held = executor.host.disk_bytes()
     of_weights = held.pop("weights", 0)
