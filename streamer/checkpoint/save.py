@@ -74,9 +74,9 @@ def save(
 
     Waits for running updates, and writes straight from host memory: at most two parameters' tensors are
     allocated in addition. With ``block=False`` it returns as soon as training may continue. An update then
-    waits until its unit is written. Do not write
-    weights by hand until the returned future is done; its ``result()`` raises the error of a failed write, or
-    else the next `save` does. ``optimizer`` may be one of ``torch.optim``, or None.
+    waits until its unit is written. Do not write weights by hand until the returned future is done; its
+    ``result()`` raises the error of a failed write, or else the next `save` does. ``optimizer`` may be one of
+    ``torch.optim``, or None.
 
     Every rank must call this, and each writes some of the units into a folder that all machines share. With
     ``block=False`` the first rank writes all. The checkpoint holds the states of all ranks' generators; any

@@ -219,7 +219,7 @@ def test_a_read_does_not_queue_behind_a_write(folder: Path) -> None:
 def test_what_is_being_moved_is_not_written(folder: Path, verb: str) -> None:
     gate, begun = threading.Event(), threading.Event()
     disk = Disk()
-    with Scratch([folder], in_flight=1, system=disk.system()) as scratch:
+    with opened([folder], in_flight=1, system=disk.system()) as scratch:
         extent, buffer = scratch.extent(SMALL), buffer_of(scratch, SMALL, 1)
         scratch.allocate()
         scratch.write(extent, buffer)
