@@ -215,26 +215,6 @@ def test_a_read_does_not_queue_behind_a_write(folder: Path) -> None:
         writing.join()
 
 
-@pytest.mark.parametrize("verb", ["read", "written"])
-def test_what_is_being_moved_is_not_written(folder: Path, verb: str) -> None:
-    gate, begun = threading.Event(), threading.Event()
-    disk = Disk()
-    with opened([folder], in_flight=1, system=disk.system()) as scratch:
-        extent, buffer = scratch.extent(SMALL), buffer_of(scratch, SMALL, 1)
-        scratch.allocate()
-        scratch.write(extent, buffer)
-        disk.before = lambda *_: begun.set() or gate.wait(PATIENCE)
-        move = scratch.read if verb == "read" else scratch.write
-        moving = threading.Thread(target=move, args=(extent, buffer))
-        moving.start()
-        assert begun.wait(PATIENCE)
-        with pytest.raises(RuntimeError, match=f"cannot be right: it is being {verb}"):
-            scratch.write(extent, buffer)
-        gate.set()
-        moving.join()
-        scratch.write(extent, buffer)
-
-
 # nothing is left behind
 
 
