@@ -218,7 +218,7 @@ def readme_figure(report: Report) -> str:
     return (
         f"Two ranks with one CPU core each reach {one:.2f} times the tokens/s of one, {apart:.2f} times "
         f"those of two processes that exchange nothing, {fsdp:.2f} times those of FSDP2 with CPU offload, "
-        f"and {ddp:.2f} times those of `DistributedDataParallel`, without any copies of layers (medians of "
+        f"and {ddp:.2f} times those of `DistributedDataParallel`, which copies no layers (medians of "
         f"{report['rounds']} rounds)."
     )
 
