@@ -8,8 +8,9 @@ within the process group's timeout.
 Exchanges are messages between pairs of ranks in gloo groups of their own, which name the rank that does not
 answer. Gradients and weights go through the backend of the caller's group, NCCL for GPUs.
 
-The ranks of one machine share host memory and scratch files. These are files without names, which the first
-rank creates and the others open by /proc. The system frees them when the last process ends, however it ends.
+The ranks of one machine share host memory and scratch files. These are files without names; the first rank
+passes their descriptors to the others through a socket. The system frees them when the last process ends,
+however it ends.
 
 A process that trains alone is the only rank: it never waits, and shares nothing.
 """
@@ -19,9 +20,11 @@ from __future__ import annotations
 import enum
 import os
 import pickle
+import socket
+import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -397,25 +400,40 @@ class Ranks:
     def share_files(self, what: str, make: Callable[[], tuple[list[int], T]]) -> tuple[list[int], T]:
         """Descriptors in this process for the files that ``make`` opens on the first rank of the machine, and
         the other result of ``make``. An exchange, as `together`."""
+        if self.is_alone:
+            return make()
+        with ExitStack() as ends:
+            listener = ends.enter_context(socket.socket(socket.AF_UNIX))
+            # an abstract name: it is in no folder, and is freed with the socket
+            name, opened = f"\0streamer-{os.urandom(16).hex()}", list[int]()
 
-        def lead() -> tuple[int, list[int], list[tuple[int, int]], T]:
-            opened, details = make()
-            return os.getpid(), opened, [*map(_identity, opened)], details
+            def lead() -> tuple[str, int, T]:
+                files, details = make()
+                opened.extend(files)
+                listener.bind(name)
+                listener.listen(self.local_size)
+                listener.settimeout(self._timeout.total_seconds())
+                return name, len(files), details
 
-        leader, files, identities, details = self.on_first_of_machine(what, lead)
-        with self.together(what):
-            if not self.is_first_of_machine:
-                remedy = "run all ranks of a machine as one user, in one container"
-                try:
-                    files = [os.open(f"/proc/{leader}/fd/{file}", os.O_RDWR | os.O_CLOEXEC) for file in files]
-                except OSError as error:
-                    raise RanksError(
-                        f"the files of the first rank of this machine cannot be opened ({error.strerror}): "
-                        f"{remedy}"
-                    ) from error
-                if [*map(_identity, files)] != identities:  # another container numbers its processes itself
-                    raise RanksError(f"process {leader} is not the first rank of this machine: {remedy}")
-        return files, details
+            where, count, details = self.on_first_of_machine(what, lead)
+            with self.together(what):
+                if self.is_first_of_machine:
+                    served = 0
+                    while served < self.local_size - 1:
+                        with listener.accept()[0] as other:
+                            # the name is no secret: files go to processes of this user alone
+                            if _user_of(other) == os.getuid():
+                                socket.send_fds(other, [b"\0"], opened)
+                                served += 1
+                else:
+                    listener.settimeout(self._timeout.total_seconds())
+                    listener.connect(where)
+                    opened = socket.recv_fds(listener, 1, count)[1]
+                    if len(opened) < count:
+                        raise RanksError(
+                            "the first rank of this machine passes no files: run all ranks as one user"
+                        )
+            return opened, details
 
     # collectives, called by work of the COLLECTIVE lane
 
@@ -598,10 +616,11 @@ def _apart(words: dict[int, str]) -> RanksError:
     return RanksError(f"the ranks do not do the same. Last came {'; '.join(found)}{hint}")
 
 
-def _identity(file: int) -> tuple[int, int]:
-    """The device and the number of an open file."""
-    status = os.fstat(file)
-    return status.st_dev, status.st_ino
+def _user_of(other: socket.socket) -> int:
+    """The user id of the process at the other end of a local socket."""
+    # struct ucred: the process, the user, the group
+    found = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", found)[1])
 
 
 def _memory(nbytes: int) -> str:
