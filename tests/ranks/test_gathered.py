@@ -103,17 +103,24 @@ def test_what_is_written_between_steps_runs() -> None:
         equal(gathered, copied)
 
 
-def looking(rank: int) -> list[Arrays]:
-    """Nobody runs forwards without gradients between steps and inside of them; or the first rank alone does,
-    where layers pass through one slot, and where some stay in theirs."""
+def looking(rank: int) -> list[tuple[Arrays, Arrays]]:
+    """Nobody runs forwards without gradients between steps and inside of them; or the first rank alone does:
+    of ranks that copy whole layers, and of ranks that gather them, where layers pass through one slot, and
+    where some stay in theirs."""
     return [
-        train_looking(rank, num_slots, looks=looks and rank == 0)
-        for num_slots, looks in ((2, False), (1, True), (2, True))
+        train_looking(rank, num_slots, gathers=gathers, looks=looks and rank == 0)
+        for num_slots, gathers, looks in (
+            (2, True, False),
+            (2, False, True),
+            (1, True, True),
+            (2, True, True),
+        )
     ]
 
 
-def train_looking(rank: int, num_slots: int, *, looks: bool) -> Arrays:
-    made = wrap_model(num_slots=num_slots, gather_weights=True, backend=ThreadBackend(poison=True))
+def train_looking(rank: int, num_slots: int, *, gathers: bool, looks: bool) -> tuple[Arrays, Arrays]:
+    """The weights at the end, and the results of the forwards without gradients."""
+    made = wrap_model(num_slots=num_slots, gather_weights=gathers, backend=ThreadBackend(poison=True))
     optimizer = streamer.AdamW(made.parameters(), lr=1e-2)
     seen: list[torch.Tensor] = []
 
@@ -137,14 +144,16 @@ def train_looking(rank: int, num_slots: int, *, looks: bool) -> Arrays:
         look(1 + step % 2)
         optimizer.zero_grad()
     assert bool(seen) is looks
-    assert all(torch.isfinite(logits).all() for logits in seen)
-    return arrays(streamer.unwrap(made).state_dict())
+    results = {str(number): logits for number, logits in enumerate(seen)}
+    return arrays(streamer.unwrap(made).state_dict()), arrays(results)
 
 
 def test_one_rank_alone_may_look() -> None:
-    for without, *with_it in run_ranks(2, looking, timeout=10.0):
-        for found in with_it:
+    for (without, _), (copied, expected), *gathered in run_ranks(2, looking, timeout=10.0):
+        equal(copied, without)
+        for found, results in gathered:
             equal(found, without)
+            equal(results, expected)
 
 
 def going_forward(rank: int) -> str:
