@@ -5,8 +5,8 @@
 Each round writes and reads the same bytes in two ways, in a new random order: *scratch*, as state on disk is
 (`streamer.backends.disk.Scratch`, one extent after another), and *raw*, a preallocated file by direct I/O in
 blocks of 8 MiB from four threads, flushed after writing. Rates are GB/s, with quartiles over rounds; *of raw*
-is scratch by raw within a round. The first round is not kept. Raises OSError for a folder whose file system
-has no direct I/O.
+is scratch by raw within a round. The first round is not kept. Raises OSError for a folder on a file system
+without direct I/O.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DIRECTIONS = ("write", "read")
 
 
 class Raw:
-    """A preallocated file of ``nbytes`` in ``folder``, whose transfers bypass the page cache."""
+    """A preallocated file of ``nbytes`` in ``folder``. Transfers bypass the page cache."""
 
     def __init__(self, folder: str, nbytes: int, buffer: torch.Tensor) -> None:
         self._nbytes, self._memory = nbytes, memoryview(buffer.numpy())

@@ -231,6 +231,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--json", type=Path, help="bench/results/ranks.json")
     options = parser.parse_args()
+    if (cores := len(os.sched_getaffinity(0))) < RANKS:
+        parser.error(f"each of {RANKS} ranks needs a core of its own, and this process may use {cores}")
 
     load_before = load_average()
     context = multiprocessing.get_context("spawn")

@@ -118,7 +118,7 @@ class Scratch:
         self._process = Process()
         self._lock = threading.Lock()
         self._is_open = True
-        #: the extents whose last write has failed
+        #: extents with a failed last write
         self._torn: set[Extent] = set()
         self._moved = dict.fromkeys(Direction, 0)
         #: the ranks that share the files, and those that get the error of a failed transfer

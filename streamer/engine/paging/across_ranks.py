@@ -180,7 +180,7 @@ class AcrossRanks:
         self._divide()
         self._used: dict[int, int] = {}
         self._new: dict[int, int] = {}
-        #: by unit, its last gradient averaged in the running backward, whose sum of squares is not complete
+        #: by unit, its last gradient averaged in the running backward; the sum of squares lacks other shares
         self._reduced: dict[int, Reduced] = {}
         #: the number of gradients averaged in the running backward
         self._num_reduced = 0
